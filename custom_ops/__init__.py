@@ -1,0 +1,1 @@
+"""Custom operators: one Python face for CUDA and CPU."""

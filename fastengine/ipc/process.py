@@ -1,0 +1,47 @@
+"""Processes that can't outlive each other, and signals as plain events."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process ``signum`` when ``parent_pid`` ends, however it ends.
+
+    Call it first thing in a child. A parent that died before the call is noticed too. The kernel
+    watches the parent's *thread*: children must be started by a thread that lives as long as its process.
+    """
+    if _libc.prctl(PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit(f"parent process {parent_pid} is gone")
+
+
+class SignalInbox:
+    """SIGTERM, SIGINT and SIGCHLD as bytes on a descriptor that an event loop can wait for."""
+
+    def __init__(self, *signums: int):
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        for signum in signums:
+            signal.signal(signum, lambda *_: None)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def drain(self) -> Iterator[int]:
+        """The numbers of the signals that came since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                yield from self._read.recv(64)

@@ -1,0 +1,81 @@
+"""Engine -> API process: one message per process and step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+FINISH_STOP: FinishReason = "stop"
+FINISH_LENGTH: FinishReason = "length"
+FINISH_ABORT: FinishReason = "abort"
+FINISH_ERROR: FinishReason = "error"
+
+
+class EngineError(msgspec.Struct, frozen=True):
+    """Why something failed, ready for an HTTP reply.
+
+    ``code`` is an HTTP status (400, 404, 409, 429, 499, 500, 503, 504); ``param`` names the caller's
+    own field where one is to blame; ``retry_after_s`` becomes a ``Retry-After`` header.
+    """
+
+    code: int
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the sampled (or prompt) token's and the top k's, best first."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What one sequence gained in one step, when it is more than a single plain token."""
+
+    handle: int
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    # The token (EOS or one of stop_token_ids) that ended the sequence: the last of token_ids, not part of the text.
+    stop_token_id: int | None = None
+    logprobs: list[TopLogprobs] | None = None  # one per token id, if asked for
+    prompt_logprobs: list[TopLogprobs | None] | None = None  # with the first output, if asked for
+    num_cached_tokens: int | None = None  # prompt tokens served by the prefix cache; with the first output
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None  # with finish_reason: all of the sequence's, the stop token included
+    weight_version: str | None = None  # with finish_reason
+    error: EngineError | None = None  # with finish_reason "error"
+
+
+class OutputBatch(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
+    """All tokens of one step for one API process.
+
+    Sequences that gained exactly one plain token stand in the two parallel columns ``handles``
+    (int64 little-endian) and ``token_ids`` (int32 little-endian); every other one in ``details``.
+    """
+
+    step_id: int
+    handles: bytes
+    token_ids: bytes
+    details: list[TokenOutput] = []
+
+
+class EngineStatus(msgspec.Struct, frozen=True, tag="status", array_like=True):
+    """The engine's own state, sent to every API process when it changes and in answer to a hello.
+
+    ``state`` is one of ``starting, ready, recovering, stopping, failed``; ``progress`` is 0..1 while
+    starting. ``limits`` are known from ``ready`` on.
+    """
+
+    state: Literal["starting", "ready", "recovering", "stopping", "failed"]
+    message: str = ""
+    progress: float = 0.0
+    paused: bool = False
+    sleeping: bool = False
+    weight_version: str = ""
+    num_blocks: int = 0

@@ -1,0 +1,133 @@
+"""Engine <-> worker, through the shared-memory rings.
+
+A *slot* is a row of the worker's persistent batch: the engine names a slot when a sequence starts
+and speaks of the slot alone from then on. Columns are packed little-endian arrays; their dtypes are
+named beside each field.
+
+A plan is applied in this order: ``released``, ``started``, ``grown``, then the forward pass over
+``chunks`` (prefill) and ``decodes``::
+
+    slot's tokens   |<------- num_computed ------->|<- chunk ->|   not scheduled yet   |
+                    0                              start       start+length      num_tokens
+                                                               ^ samples iff it reaches num_tokens
+
+A decode row's input is the token its slot sampled last, which the worker knows: the engine may
+publish plan k+1 before it has seen the result of plan k.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from fastengine.protocol.outputs import TopLogprobs
+from fastengine.protocol.requests import SamplingParams
+
+
+class StartedSequence(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A sequence that enters the batch, new or recomputed after a preemption.
+
+    ``token_ids`` is everything known (prompt, then output so far); the first ``num_prompt`` of it are
+    the prompt. KV of the first ``num_computed`` tokens already stands in ``block_ids``.
+    """
+
+    slot: int
+    token_ids: bytes  # int32[num_tokens]
+    num_prompt: int
+    num_computed: int
+    block_ids: bytes  # int32[n]: the block table so far
+    sampling: SamplingParams
+    # The request's seed, or one the engine drew: the worker has no randomness of its own.
+    seed: int = 0
+    # Prompt log-probabilities are due for positions [1, num_prompt).
+    request_id: str = ""  # for logs and error messages only
+
+
+class StepPlan(msgspec.Struct, frozen=True, tag="plan", array_like=True, kw_only=True):
+    """One step's work as a difference to what the worker already holds."""
+
+    step_id: int
+    released: bytes = b""  # int32[n]: slots that leave the batch
+    started: list[StartedSequence] = []
+    grown_slots: bytes = b""  # int32[m]: slots that gain one block each (a slot may repeat) ...
+    grown_blocks: bytes = b""  # int32[m]: ... and the block, appended to the slot's table in this order
+    decodes: bytes = b""  # int32[d]: slots that compute the one token they sampled last
+    chunk_slots: bytes = b""  # int32[c]: slots that compute a piece of their known tokens:
+    chunk_starts: bytes = b""  # int32[c]: its first position ...
+    chunk_lengths: bytes = b""  # int32[c]: ... and length
+    # KV blocks to move between the device pool and the host tier before the forward pass, as pairs.
+    swap_out: bytes = b""  # int32[k, 2]: device block -> host block
+    swap_in: bytes = b""  # int32[k, 2]: host block -> device block
+
+
+class RowError(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence that the worker could not go on with; the others of the step are unharmed."""
+
+    slot: int
+    code: int
+    message: str
+
+
+class SlotLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    slot: int
+    tokens: list[TopLogprobs]
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="result", array_like=True, kw_only=True):
+    """Rank 0's answer to a plan. Rows are the slots that sampled: decodes, then finished chunks."""
+
+    step_id: int
+    slots: bytes = b""  # int32[r]
+    token_ids: bytes = b""  # int32[r]: the sampled token of each
+    logprobs: list[SlotLogprobs] = []
+    prompt_logprobs: list[SlotLogprobs] = []  # for the positions this step's chunks computed
+    errors: list[RowError] = []
+    forward_us: int = 0
+    sample_us: int = 0
+
+
+class WorkerCommand(msgspec.Struct, frozen=True, tag="command", array_like=True, kw_only=True):
+    """Anything that is not a step, in order with the steps; every rank answers with a WorkerReply.
+
+    ``name`` is one of ``init_cache, load_weights, update_tensors, checksum, sleep, wakeup, profile,
+    log_level, ping, shutdown``; the arguments of each are documented at its handler in the worker.
+    """
+
+    command_id: int
+    name: str
+    args: dict[str, Any] = {}
+
+
+class WorkerReply(msgspec.Struct, frozen=True, tag="reply", array_like=True, kw_only=True):
+    command_id: int
+    rank: int
+    result: dict[str, Any] = {}
+    error: str = ""  # empty means success
+    error_code: int = 500
+
+
+class WorkerReady(msgspec.Struct, frozen=True, tag="ready", array_like=True, kw_only=True):
+    """A rank has loaded its weights and can say how much KV memory there is."""
+
+    rank: int
+    pid: int
+    device: str
+    bytes_per_block: int
+    num_blocks: int  # what fits by this rank's own measure
+    compiled_ops: dict[str, str] = {}
+    load_s: float = 0.0
+
+
+class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", array_like=True, kw_only=True):
+    """The last message of a rank that dies of an exception."""
+
+    rank: int
+    phase: Literal["start", "step", "command"]
+    message: str
+    traceback: str
+    step_id: int = -1
+
+
+ToWorker = StepPlan | WorkerCommand
+FromWorker = StepResult | WorkerReply | WorkerReady | WorkerFailure
