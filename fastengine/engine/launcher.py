@@ -1,0 +1,132 @@
+"""The worker processes: started with ``paddle.distributed.launch``, watched by handle, explained when they die.
+
+::
+
+    engine process ── launcher (paddle.distributed.launch) ──┬── worker rank 0
+                                                              └── worker rank 1 ...
+
+The launcher dies with the engine and each worker dies with the launcher (the kernel sees to both), so
+nothing can be left behind. A dead rank is seen through its pidfd in the engine's own poll, at once; the
+launcher's exit code is not evidence (it is the first non-zero one in rank order, not the culprit's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fastengine.config import EngineConfig
+from fastengine.ipc.worker_link import EngineEnd, generation_dir
+from fastengine.protocol.steps import WorkerFailure
+
+LOG_TAIL_LINES = 30
+# How long the ranks of a stopped group may take before they are killed.
+STOP_TIMEOUT_S = 5.0
+
+
+def worker_script() -> str:
+    """The file that ``paddle.distributed.launch`` runs: it takes a path, not a module name."""
+    spec = importlib.util.find_spec("fastengine.worker")
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError("fastengine.worker is not installed: run 'pip install .' in the fastengine checkout")
+    return str(Path(next(iter(spec.submodule_search_locations))) / "__main__.py")
+
+
+class WorkerGroup:
+    """One generation of worker ranks with the shared memory that links them to the engine.
+
+    Must be made by the main thread: the launcher lives as long as the thread that started it.
+    """
+
+    def __init__(self, config: EngineConfig, runtime_dir: Path, generation: int):
+        self.num_ranks = config.parallel.tensor_parallel_size
+        self.generation = generation
+        self.link = EngineEnd(runtime_dir, generation, self.num_ranks)
+        self.log_dir = Path(config.parallel.worker_log_dir or runtime_dir) / f"worker-logs-{generation}"
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.started_at = time.monotonic()
+        self.failures: list[WorkerFailure] = []
+        self._rank_fds: dict[int, int] = {}  # rank -> pidfd
+        self._launcher = self._start_launcher(runtime_dir)
+        self._launcher_fd = os.pidfd_open(self._launcher.pid)
+
+    def _start_launcher(self, runtime_dir: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "fastengine.engine.launch_ranks", str(os.getpid())]
+        command += ["--nproc_per_node", str(self.num_ranks), "--log_dir", str(self.log_dir), worker_script()]
+        command += ["--runtime-dir", str(runtime_dir), "--generation", str(self.generation)]
+        with (self.log_dir / "launcher.log").open("wb") as log:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def watch_rank(self, rank: int, pid: int) -> None:
+        """Follow a rank by its process handle from now on."""
+        if rank not in self._rank_fds:
+            with contextlib.suppress(ProcessLookupError):  # died already: the launcher will tell
+                self._rank_fds[rank] = os.pidfd_open(pid)
+
+    def exit_fds(self) -> list[int]:
+        """Descriptors that become readable when a process of the group ends."""
+        return [self._launcher_fd, *self._rank_fds.values()]
+
+    def pids(self) -> list[int]:
+        return [self._launcher.pid, *(pid for pid in self.link.signals.all("pid") if pid)]
+
+    def explain_death(self) -> str:
+        """Why the group died: the failed rank's own last words, or the end of its log."""
+        if self.failures:
+            first = self.failures[0]
+            return f"worker rank {first.rank} failed in {first.phase}: {first.message}\n{first.traceback.rstrip()}"
+        for rank in range(self.num_ranks):
+            tail = log_tail(self.log_dir / f"workerlog.{rank}")
+            if "Traceback" in tail or "Error" in tail:
+                return f"worker rank {rank} died; its log ends with:\n{tail}"
+        code = self._launcher.poll()
+        if code:
+            launcher_tail = log_tail(self.log_dir / "launcher.log")
+            return f"the launcher ended with code {code}; its log ends with:\n{launcher_tail}"
+        return "a worker process was killed from outside (no error in its log)"
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Wait for ranks that were told to shut down, then kill what is left and detach."""
+        deadline = time.monotonic() + timeout_s
+        for fd in self._rank_fds.values():
+            _wait_exit(fd, deadline - time.monotonic())
+        self.kill()
+
+    def kill(self) -> None:
+        """End every process of the group now and delete its shared memory."""
+        for pid in self.pids()[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._launcher.pid, signal.SIGKILL)
+        self._launcher.wait(timeout=STOP_TIMEOUT_S)
+        for fd in self.exit_fds():
+            _wait_exit(fd, STOP_TIMEOUT_S)
+            os.close(fd)
+        self._rank_fds.clear()
+        self.link.close()
+
+
+def log_tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a log, or a note that there is none."""
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    except OSError as error:
+        return f"(no log: {error})"
+
+
+def _wait_exit(pidfd: int, timeout_s: float) -> None:
+    import select
+
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(max(0.0, timeout_s) * 1000)
+
+
+__all__ = ["WorkerGroup", "generation_dir", "log_tail", "worker_script"]

@@ -1,0 +1,87 @@
+"""One running instance: its runtime directory and its engine process. Shared by the server and by LLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from fastengine.config import ConfigError, EngineConfig
+from fastengine.ipc.runtime_dir import RuntimeDir
+from fastengine.model_files.load import ModelFileError, load_spec
+from fastengine.protocol.outputs import EngineStatus
+
+# What the engine may take beyond the drain time to end its workers.
+STOP_MARGIN_S = 10.0
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuse, before anything is started, what can be known to fail. Raises ConfigError naming the flag."""
+    path = config.model.model
+    if not path:
+        raise ConfigError("model", "is required: a directory in Hugging Face layout or a GGUF file (or set FASTENGINE_MODEL_DIR)")
+    if not Path(path).exists():
+        raise ConfigError("model", f"{path} does not exist")
+    try:
+        spec = load_spec(path)
+    except ModelFileError as error:
+        raise ConfigError("model", str(error)) from None
+    longest = config.model.max_model_len
+    if longest is not None and longest > spec.max_position_embeddings:
+        raise ConfigError("max_model_len", f"{longest} exceeds the model's own {spec.max_position_embeddings} positions")
+    ranks = config.parallel.tensor_parallel_size
+    if spec.num_attention_heads % ranks:
+        raise ConfigError("tensor_parallel_size", f"{ranks} ranks can't share {spec.num_attention_heads} attention heads evenly")
+
+
+class EngineProcess:
+    """Handle on the engine process: starting it, its statuses, ending it."""
+
+    def __init__(self, runtime: RuntimeDir):
+        """Start it. Must be called by a thread that lives as long as the engine shall."""
+        read_fd, write_fd = os.pipe()
+        command = [sys.executable, "-m", "fastengine.engine", "--runtime-dir", str(runtime.path)]
+        command += ["--status-fd", str(write_fd), "--parent-pid", str(os.getpid())]
+        try:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[write_fd], start_new_session=True)
+        finally:
+            os.close(write_fd)
+        self.status_fd = read_fd
+        self._unparsed = b""
+        self.last_status = EngineStatus(state="starting")
+
+    def read_statuses(self) -> list[EngineStatus]:
+        """Statuses that have come; call it when ``status_fd`` is readable. Empty at the engine's end."""
+        data = os.read(self.status_fd, 65536)
+        *lines, self._unparsed = (self._unparsed + data).split(b"\n")
+        statuses = [msgspec.json.decode(line, type=EngineStatus) for line in lines]
+        if statuses:
+            self.last_status = statuses[-1]
+        return statuses
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code; it is killed when it takes longer than ``timeout_s``."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def close(self) -> None:
+        os.close(self.status_fd)
+
+
+def create_runtime(config: EngineConfig) -> RuntimeDir:
+    """The instance's directory with the configuration every process loads."""
+    runtime = RuntimeDir.create()
+    file = runtime.file("config.json")
+    file.touch(mode=0o600)
+    file.write_bytes(config.to_json())
+    return runtime

@@ -1,0 +1,293 @@
+"""LLM: offline generation in a Python program, through the same engine and workers as the server."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from tqdm import tqdm
+
+from fastengine.config import EngineConfig
+from fastengine.entrypoints.instance import STOP_MARGIN_S, EngineProcess, check_config, create_runtime
+from fastengine.ipc.channels import CONTROL, ENCODER, INTAKE, client_name, pull_socket, push_socket
+from fastengine.ipc.runtime_dir import RuntimeDir
+from fastengine.model_files.load import load_spec
+from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse, ToClient
+from fastengine.protocol.outputs import EngineError, EngineStatus, OutputBatch, TokenOutput, TopLogprobs
+from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, SamplingParams
+from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
+from fastengine.text.chat_template import load_chat_template
+from fastengine.text.output_text import OutputText
+from fastengine.text.tokenizer import load_tokenizer
+
+CLIENT_INDEX = 0
+
+
+class EngineDied(RuntimeError):
+    """The engine process ended; the message holds its own explanation."""
+
+
+class GenerationError(RuntimeError):
+    """The engine refused or could not finish a request; ``error`` has its HTTP-like code."""
+
+    def __init__(self, error: EngineError):
+        super().__init__(error.message)
+        self.error = error
+
+
+@dataclass
+class CompletionOutput:
+    """One generated sequence. ``token_ids`` includes the stop token that ended it; ``text`` doesn't."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    logprobs: list[TopLogprobs] | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt with its ``n`` completions, in the order of ``index``."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+
+
+class _Sequence:
+    """A sequence under way: its record for the caller and its text state."""
+
+    def __init__(self, output: CompletionOutput, text: OutputText, request: RequestOutput):
+        self.output = output
+        self.text = text
+        self.request = request
+
+    def add(self, token_ids: Sequence[int], stop_token_id: int | None) -> bool:
+        """Take new tokens; True if a stop string ended the sequence."""
+        self.output.token_ids.extend(token_ids)
+        delta = self.text.add(token_ids, stop_token_id)
+        self.output.text += delta.text
+        return delta.stop_hit is not None
+
+
+class LLM:
+    """An engine with its workers, for this program alone.
+
+    ``LLM(model, **flags)`` takes the server's flags by name (``max_model_len=512``). It starts the engine
+    at once and waits until it is ready; ``close()``, leaving a ``with`` block, garbage collection or the
+    end of the program stop it. Make it in the main thread: the engine ends with the thread that made it.
+    """
+
+    def __init__(self, model: str, **flags: Any):
+        self.config = EngineConfig.from_flags(model=model, **flags)
+        check_config(self.config)
+        spec = load_spec(model)
+        self.tokenizer = load_tokenizer(self.config.model, spec)
+        self._template = load_chat_template(self.config.model, self.tokenizer)
+        self._handles = itertools.count(1)
+        self._command_ids = itertools.count(1)
+        self._runtime = create_runtime(self.config)
+        self._context = zmq.Context()
+        self._inbox = pull_socket(self._context, self._runtime.ipc_address(client_name(CLIENT_INDEX)))
+        self._intake = push_socket(self._context, self._runtime.ipc_address(INTAKE))
+        self._control = push_socket(self._context, self._runtime.ipc_address(CONTROL))
+        self._decode = msgspec.msgpack.Decoder(ToClient).decode
+        self._engine = EngineProcess(self._runtime)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._engine.status_fd, zmq.POLLIN)
+        self._finalizer = weakref.finalize(self, _close, self._engine, self._context, self._runtime)
+        self._intake.send(ENCODER.encode(ClientHello(CLIENT_INDEX, 0)))
+        self._wait_ready()
+
+    # -- public ---------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text or token ids) ``n`` times.
+
+        ``sampling_params``: one for all or one per prompt. Raises GenerationError for the first request
+        the engine refuses (the others are aborted), EngineDied when the engine ends.
+        """
+        many: Sequence[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
+        requests = []
+        for prompt in many:
+            ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+            requests.append(RequestOutput(prompt if isinstance(prompt, str) else None, ids, []))
+        return self._run(requests, _per_prompt(sampling_params, len(requests)), n, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        **template_values: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        requests = []
+        for conversation in conversations:
+            text = self._template.render(list(conversation), add_generation_prompt=add_generation_prompt, **template_values)
+            requests.append(RequestOutput(text, self._template.encode(self.tokenizer, text), []))
+        return self._run(requests, _per_prompt(sampling_params, len(requests)), n, use_tqdm)
+
+    def control(self, command: ControlCommand, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Send one control command (``fastengine.protocol.control``) and return its result.
+
+        Raises GenerationError when it fails, TimeoutError when there is no answer in time.
+        """
+        request_id = f"control-{next(self._command_ids)}"
+        self._control.send(ENCODER.encode(ControlRequest(request_id=request_id, client_index=CLIENT_INDEX, command=command)))
+        for message in self._messages(timeout_s, f"an answer to {type(command).__name__}"):
+            if isinstance(message, ControlResponse) and message.request_id == request_id:
+                if message.error is not None:
+                    raise GenerationError(message.error)
+                return message.result
+        raise AssertionError("unreachable: _messages ends by raising")
+
+    def close(self) -> None:
+        """Stop the engine and its workers; idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- the client side of the engine ------------------------------------------------------------
+
+    def _run(self, requests: list[RequestOutput], params: list[SamplingParams], n: int, use_tqdm: bool) -> list[RequestOutput]:
+        live: dict[int, _Sequence] = {}
+        for request, sampling in zip(requests, params, strict=True):
+            self._submit(request, sampling, n, live)
+        handles = set(live)
+        bar = tqdm(total=len(live), desc="Generating", unit="seq", disable=not use_tqdm)
+        num_tokens, started = 0, time.monotonic()
+        try:
+            messages = self._messages(None, "outputs")
+            while live:
+                message = next(messages)
+                if not isinstance(message, OutputBatch):
+                    continue
+                done, gained = self._take(message, live)
+                num_tokens += gained
+                if done:
+                    bar.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.0f} tokens/s", refresh=False)
+                    bar.update(done)
+        finally:
+            bar.close()
+            if live:  # leaving early: nothing of this call may go on
+                self._intake.send(ENCODER.encode(AbortRequest(CLIENT_INDEX, list(handles & set(live)))))
+        return requests
+
+    def _submit(self, request: RequestOutput, sampling: SamplingParams, n: int, live: dict[int, _Sequence]) -> None:
+        parent = f"offline-{next(self._handles)}"
+        packed = pack_token_ids(request.prompt_token_ids)
+        for index in range(n):
+            handle = next(self._handles)
+            child = sampling
+            if n > 1 and sampling.seed is not None:
+                child = msgspec.structs.replace(sampling, seed=sampling.seed + index)
+            output = CompletionOutput(index)
+            request.outputs.append(output)
+            text = OutputText(
+                self.tokenizer,
+                stop=sampling.stop,
+                include_stop_str_in_output=sampling.include_stop_str_in_output,
+                skip_special_tokens=sampling.skip_special_tokens,
+            )
+            live[handle] = _Sequence(output, text, request)
+            message = GenerateRequest(
+                request_id=f"{parent}#{index}",
+                parent_id=parent,
+                index=index,
+                client_index=CLIENT_INDEX,
+                handle=handle,
+                prompt_token_ids=packed,
+                sampling=child,
+                arrival_time_s=time.time(),
+            )
+            self._intake.send(ENCODER.encode(message))
+
+    def _take(self, batch: OutputBatch, live: dict[int, _Sequence]) -> tuple[int, int]:
+        """Apply one step's outputs; returns (sequences that ended, tokens gained)."""
+        done = gained = 0
+        handles = np.frombuffer(batch.handles, dtype="<i8").tolist()
+        plain = (TokenOutput(handle=h, token_ids=[t]) for h, t in zip(handles, unpack_token_ids(batch.token_ids).tolist(), strict=True))
+        for out in itertools.chain(batch.details, plain):
+            sequence = live.get(out.handle)
+            if sequence is None:  # ended by a stop string: the engine had computed further
+                continue
+            if out.error is not None:
+                raise GenerationError(out.error)
+            gained += len(out.token_ids)
+            if out.num_cached_tokens is not None:
+                sequence.request.num_cached_tokens = max(sequence.request.num_cached_tokens, out.num_cached_tokens)
+            if out.logprobs is not None:
+                sequence.output.logprobs = [*(sequence.output.logprobs or []), *out.logprobs]
+            if sequence.add(out.token_ids, out.stop_token_id):
+                self._intake.send(ENCODER.encode(AbortRequest(CLIENT_INDEX, [out.handle])))
+                sequence.output.finish_reason = "stop"
+            elif out.finish_reason is not None:
+                sequence.output.text += sequence.text.finish()
+                sequence.output.finish_reason = out.finish_reason
+            if sequence.output.finish_reason is not None:
+                del live[out.handle]
+                done += 1
+        return done, gained
+
+    def _messages(self, timeout_s: float | None, awaited: str) -> Iterator[OutputBatch | EngineStatus | ControlResponse]:
+        """What the engine sends, as it comes. Raises EngineDied, or TimeoutError naming ``awaited``."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            ready = dict(self._poller.poll(left_ms))
+            if not ready:
+                raise TimeoutError(f"no {awaited} within {timeout_s} s")
+            if self._engine.status_fd in ready and not self._engine.read_statuses():
+                raise EngineDied(self._engine.last_status.message or f"the engine process ended with code {self._engine.wait(1.0)}")
+            if self._inbox in ready:
+                yield self._decode(self._inbox.recv())
+
+    def _wait_ready(self) -> None:
+        with tqdm(total=100, desc="Loading weights", unit="%", bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}") as bar:
+            for message in self._messages(self.config.parallel.worker_start_timeout + STOP_MARGIN_S, "ready engine"):
+                if isinstance(message, EngineStatus):
+                    bar.update(round(message.progress * 100) - bar.n)
+                    if message.state == "ready":
+                        return
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts")
+    return list(params)
+
+
+def _close(engine: EngineProcess, context: zmq.Context, runtime: RuntimeDir) -> None:
+    engine.terminate()
+    engine.wait(STOP_MARGIN_S)
+    engine.close()
+    context.destroy(linger=0)
+    runtime.remove()

@@ -1,0 +1,265 @@
+"""The process a user starts: it owns the port and the other processes, and does nothing else.
+
+::
+
+    supervisor ──┬── engine ── launcher ── worker ranks
+                 └── API process 0 .. N-1      (all accept on the one socket bound here)
+
+It sleeps until a child ends, a signal comes or the engine reports its status. A dead API process is
+started again; a dead engine ends the server, or is started again with ``--restart-engine``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+
+import zmq
+from tqdm import tqdm
+
+from fastengine.config import ConfigError, EngineConfig
+from fastengine.entrypoints.instance import STOP_MARGIN_S, EngineProcess, create_runtime
+from fastengine.ipc.channels import ENCODER, INTAKE, client_name, push_socket
+from fastengine.ipc.process import SignalInbox
+from fastengine.protocol.outputs import EngineStatus
+from fastengine.protocol.requests import ClientGone
+
+logger = logging.getLogger(__name__)
+
+# An API process (or engine) that dies more often than this within a minute is not started again.
+MAX_RESTARTS_PER_MINUTE = 5
+LISTEN_BACKLOG = 2048
+EXIT_KILLED = 130
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket, shared by all API processes. Raises ConfigError if the port can't be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise ConfigError("host", f"{host}: {error}") from None
+    listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError("port", f"{host}:{port} can't be listened on: {error.strerror}; choose another with --port") from None
+    return listener
+
+
+class Restarts:
+    """How often one process was started again lately."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+
+    def allow(self) -> bool:
+        now = time.monotonic()
+        while self._times and self._times[0] < now - 60:
+            self._times.popleft()
+        self._times.append(now)
+        return len(self._times) <= MAX_RESTARTS_PER_MINUTE
+
+
+class Supervisor:
+    """Runs one server to its end; :meth:`run` returns the exit code."""
+
+    def __init__(self, config: EngineConfig, listener: socket.socket):
+        self.config = config
+        self._listener = listener
+        self._runtime = create_runtime(config)
+        self._signals = SignalInbox(signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
+        self._zmq = zmq.Context()
+        self._intake = push_socket(self._zmq, self._runtime.ipc_address(INTAKE))
+        self._apis: dict[int, subprocess.Popen[bytes]] = {}
+        self._restarts: dict[str, Restarts] = {}
+        self._progress: tqdm | None = None
+        self._was_ready = False
+        self._stopping = False
+        self._exit_code: int | None = None
+        self._kill_at: float | None = None
+        self._engine = self._start_engine()
+
+    def run(self) -> int:
+        try:
+            for index in range(self.config.server.api_workers):
+                self._start_api(index)
+            while self._exit_code is None:
+                timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+                events = self._selector.select(timeout)
+                for key, _ in events:
+                    key.data()
+                if not events and self._kill_at is not None and time.monotonic() >= self._kill_at:
+                    logger.error("the processes did not end in time: killing them")
+                    self._exit_code = 1
+            return self._exit_code
+        finally:
+            self._kill_everything()
+
+    # -- children -------------------------------------------------------------------------------
+
+    def _start_engine(self) -> EngineProcess:
+        engine = EngineProcess(self._runtime)
+        self._selector.register(engine.status_fd, selectors.EVENT_READ, self._on_engine_status)
+        return engine
+
+    def _start_api(self, index: int) -> None:
+        command = [sys.executable, "-m", "fastengine.frontend", "--runtime-dir", str(self._runtime.path)]
+        command += ["--client-index", str(index), "--socket-fd", str(self._listener.fileno())]
+        self._apis[index] = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[self._listener.fileno()], start_new_session=True)
+
+    def _on_signals(self) -> None:
+        for signum in self._signals.drain():
+            if signum == signal.SIGINT and self._stopping:
+                logger.warning("killed by a second Ctrl-C")
+                self._exit_code = EXIT_KILLED
+            elif signum in (signal.SIGTERM, signal.SIGINT):
+                self._begin_stop()
+        self._reap()
+
+    def _reap(self) -> None:
+        for index, process in list(self._apis.items()):
+            if process.poll() is not None:
+                del self._apis[index]
+                if not self._stopping:
+                    self._api_died(index, process.returncode)
+        engine_code = self._engine.process.poll()
+        if engine_code is not None and self._exit_code is None:
+            self._engine_ended(engine_code)
+        elif self._stopping and not self._apis:
+            self._engine.terminate()
+
+    def _api_died(self, index: int, code: int) -> None:
+        logger.error("API process %d died (%s); its requests are aborted and it is started again", index, _how(code))
+        self._intake.send(ENCODER.encode(ClientGone(index)), zmq.NOBLOCK)
+        if self._may_restart(f"api-{index}"):
+            self._start_api(index)
+        else:
+            self._fail(f"API process {index} died {MAX_RESTARTS_PER_MINUTE} times within a minute")
+
+    def _engine_ended(self, code: int) -> None:
+        if self._stopping:
+            self._exit_code = 0 if code == 0 else 1
+            return
+        self._finish_progress()
+        self._tell_apis(EngineStatus(state="failed", message=f"the engine process ended ({_how(code)})"))
+        self._forget_status()
+        self._engine.close()
+        if self._was_ready and self.config.server.restart_engine and self._may_restart("engine"):
+            logger.error("the engine process died (%s) and is started again", _how(code))
+            self._engine = self._start_engine()
+        else:
+            self._fail(f"the engine process ended ({_how(code)}): see above")
+
+    def _may_restart(self, name: str) -> bool:
+        return self._restarts.setdefault(name, Restarts()).allow()
+
+    def _fail(self, message: str) -> None:
+        logger.error("%s", message)
+        self._exit_code = 1
+
+    def _tell_apis(self, status: EngineStatus) -> None:
+        for index in self._apis:
+            channel = push_socket(self._zmq, self._runtime.ipc_address(client_name(index)))
+            channel.send(ENCODER.encode(status), zmq.NOBLOCK)
+            channel.close(linger=500)
+
+    # -- statuses -------------------------------------------------------------------------------
+
+    def _on_engine_status(self) -> None:
+        statuses = self._engine.read_statuses()
+        if not statuses:  # the pipe is closed: SIGCHLD follows
+            self._forget_status()
+        for status in statuses:
+            if status.state == "starting":
+                self._show_progress(status.progress)
+            elif status.state == "ready":
+                self._finish_progress()
+                self._announce()
+
+    def _forget_status(self) -> None:
+        if self._engine.status_fd in self._selector.get_map():
+            self._selector.unregister(self._engine.status_fd)
+
+    def _show_progress(self, progress: float) -> None:
+        if self._progress is None:
+            self._progress = tqdm(
+                total=100, desc="Loading weights", unit="%", file=sys.stderr, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+            )
+        self._progress.update(round(progress * 100) - self._progress.n)
+
+    def _finish_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+
+    def _announce(self) -> None:
+        if self._was_ready:
+            logger.info("the engine is ready again")
+            return
+        self._was_ready = True
+        print(ready_message(self.config, self._listener.getsockname()[1]), flush=True)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _begin_stop(self) -> None:
+        """API processes stop accepting and finish what runs; the engine ends after the last of them."""
+        if self._stopping:
+            return
+        self._stopping = True
+        logger.info("stopping: running requests have %.0f s to finish (Ctrl-C again to kill)", self.config.server.shutdown_timeout)
+        self._kill_at = time.monotonic() + self.config.server.shutdown_timeout + STOP_MARGIN_S
+        self._listener.close()
+        for process in self._apis.values():
+            process.terminate()
+        if not self._apis or not self._was_ready:
+            self._engine.terminate()
+
+    def _kill_everything(self) -> None:
+        for process in (*self._apis.values(), self._engine.process):
+            if process.poll() is None:
+                if process is self._engine.process:
+                    process.terminate()  # it takes its launcher and workers along
+                else:
+                    process.kill()
+        for process in (*self._apis.values(), self._engine.process):
+            try:
+                process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._zmq.destroy(linger=0)
+        self._runtime.remove()
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def ready_message(config: EngineConfig, port: int) -> str:
+    """What the console shows once the server answers: a command that works as it stands."""
+    host = "127.0.0.1" if config.server.host in ("0.0.0.0", "::", "") else config.server.host
+    scheme = "https" if config.server.ssl_certfile else "http"
+    host = f"[{host}]" if ":" in host else host
+    auth = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key else ""
+    body = '{"model": "default", "messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 64}'
+    url = f"{scheme}://{host}:{port}"
+    return f"fastengine is ready on {url} — try:\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} -d '{body}'"
+
+
+def serve(config: EngineConfig) -> int:
+    """Bind the port, run the server, return its exit code. Raises ConfigError before anything is started."""
+    listener = bind(config.server.host, config.server.port)
+    os.set_inheritable(listener.fileno(), True)
+    return Supervisor(config, listener).run()

@@ -1,0 +1,15 @@
+"""Logging of every process: one line a record, the process's role in it, to stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def setup_logging(role: str, level: str) -> None:
+    """Configure the root logger. ``role`` names the process in every line (``engine``, ``api-0``, ...)."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{role}] %(message)s", datefmt="%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
