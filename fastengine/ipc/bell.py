@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
+import struct
 from pathlib import Path
 
 RING = b"\0"
@@ -20,6 +20,12 @@ class BellClosed(ConnectionError):
     """Nobody listens to this bell any more: the waiting process is gone."""
 
 
+def _timeval(seconds: float) -> bytes:
+    """``struct timeval``, rounded up so that a short timeout is not "for ever" (0)."""
+    microseconds = -int(-seconds * 1_000_000 // 1)
+    return struct.pack("ll", *divmod(microseconds, 1_000_000))
+
+
 class Bell:
     """The waiting side. One owner waits; anyone who knows the path may ring."""
 
@@ -27,25 +33,38 @@ class Bell:
         self.path = str(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.bind(self.path)
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
+        self._timeout_s: float | None = None
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until somebody rings; True if so, False after ``timeout_s``. Swallows all pending rings."""
-        ready = self._poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
-        if ready:
-            self.clear()
-        return bool(ready)
+        """Block until somebody rings; True if so, False after ``timeout_s``.
+
+        Takes one ring: when several are pending the next waits return at once, so callers look for
+        their data first and treat True as "look again", not as "there is one more".
+        """
+        if timeout_s is not None and timeout_s <= 0:
+            return self._take(socket.MSG_DONTWAIT)
+        if timeout_s != self._timeout_s:
+            # A kernel timeout costs one call per change; Python's own would add a poll to every wait.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s or 0.0))
+            self._timeout_s = timeout_s
+        return self._take(0)
+
+    def _take(self, flags: int) -> bool:
+        try:
+            self._socket.recv(16, flags)
+        except BlockingIOError:
+            return False
+        return True
 
     def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._socket.recv(16)
+        """Swallow all pending rings."""
+        while self._take(socket.MSG_DONTWAIT):
+            pass
 
     def close(self) -> None:
         self._socket.close()

@@ -73,10 +73,14 @@ def test_a_killed_rank_is_noticed_by_the_next_publish(short_tmp: Path) -> None:
     bell.close()
 
 
-def test_a_bell_rung_before_the_wait_is_not_lost_and_many_rings_are_one(short_tmp: Path) -> None:
+def test_a_bell_rung_before_the_wait_is_not_lost_and_a_full_one_never_blocks(short_tmp: Path) -> None:
     bell, ringer = Bell(short_tmp / "bell"), BellRinger(short_tmp / "bell")
     for _ in range(1000):
         ringer.ring()
-    assert bell.wait(0)
+    assert bell.wait(None)
+    bell.clear()
     assert not bell.wait(0)
+    started = time.monotonic()
+    assert not bell.wait(0.05)
+    assert time.monotonic() - started >= 0.05
     bell.close()

@@ -1,0 +1,159 @@
+"""Starting, stopping and being killed: nothing is left behind, and the console says why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server import Server, alive, free_port, process_tree, running_server, runtime_dirs, wait_ready, wait_until
+
+TINY = Path(__file__).parent.parent / "golden" / "llama"
+FLAGS = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--max-model-len", "256")
+BODY = {"model": "default", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+# What a reader of /proc needs beyond the 5 s that the kernel and the other processes get.
+GONE_WITHIN_S = 5.0
+
+
+def complete(server: Server, **changes: object) -> httpx.Response:
+    return httpx.post(server.url + "/v1/completions", json={**BODY, **changes}, timeout=60)
+
+
+def expect_all_gone(pids: list[int], before: set[Path]) -> None:
+    wait_until(lambda: not alive(pids), GONE_WITHIN_S, "the end of every process")
+    wait_until(lambda: runtime_dirs() <= before, GONE_WITHIN_S, "the removal of the shared memory")
+
+
+def test_sigterm_finishes_running_requests_and_exits_0() -> None:
+    before = runtime_dirs()
+    with running_server(TINY, *FLAGS) as server:
+        pids = list(server.tree())
+        assert len(pids) >= 5  # supervisor, API process, engine, launcher, worker
+        replies: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: replies.append(complete(server, max_tokens=200)))
+        thread.start()
+        wait_until(lambda: "num_requests_running" in (text := httpx.get(server.url + "/metrics").text) and _running(text) == 1, 10, "a running request")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        thread.join(10)
+        assert replies[0].status_code == 200
+        assert replies[0].json()["usage"]["completion_tokens"] == 200
+        expect_all_gone(pids, before)
+
+
+def _running(metrics: str) -> float:
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("fastengine:num_requests_running"))
+
+
+def test_a_second_ctrl_c_kills() -> None:
+    before = runtime_dirs()
+    with running_server(TINY, *FLAGS, "--shutdown-timeout", "60") as server:
+        pids = list(server.tree())
+        thread = threading.Thread(target=lambda: _ignore_transport_errors(lambda: complete(server, max_tokens=250)))
+        thread.start()
+        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait_exit(15) != 0
+        expect_all_gone(pids, before)
+        thread.join(10)
+
+
+def _ignore_transport_errors(call: object) -> None:
+    try:
+        call()  # type: ignore[operator]
+    except httpx.TransportError:
+        return
+
+
+@pytest.mark.parametrize("victim", ["fastengine.entrypoints.api_server", "fastengine.engine --"])
+def test_kill_9_of_supervisor_or_engine_leaves_nothing(victim: str) -> None:
+    before = runtime_dirs()
+    with running_server(TINY, *FLAGS) as server:
+        pids = list(server.tree())
+        os.kill(server.find(victim), signal.SIGKILL)
+        assert server.wait_exit(GONE_WITHIN_S) != 0
+        expect_all_gone(pids, before)
+
+
+@pytest.mark.parametrize("victim", ["fastengine.frontend", "launch_ranks", "worker/__main__.py"])
+def test_kill_9_of_another_process_is_recovered_from(victim: str) -> None:
+    before = runtime_dirs()
+    with running_server(TINY, *FLAGS) as server:
+        expected = complete(server).json()["choices"][0]["token_ids"]
+        victim_pid = server.find(victim)
+        old = list(server.tree())
+        os.kill(victim_pid, signal.SIGKILL)
+        wait_until(lambda: victim_pid not in server.tree(), 5, "the victim's end")
+        wait_ready(server, 30)
+        assert complete(server).json()["choices"][0]["token_ids"] == expected
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        expect_all_gone(old, before)
+
+
+def test_a_worker_that_dies_at_start_ends_the_command_with_its_own_error(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(TINY, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = runtime_dirs()
+    with running_server(broken, *FLAGS, ready=False) as server:
+        assert server.wait_exit(60) == 1
+        output = server.output()
+        assert "model.safetensors" in output
+        assert "worker" in output
+        assert runtime_dirs() <= before
+
+
+def test_the_port_is_checked_before_the_model() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "fastengine.entrypoints.api_server", "--model", str(TINY), "--port", str(port)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 2
+    assert "--port" in result.stderr
+    assert str(port) in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(("--model", "/nonexistent"), "--model"), (("--model", str(TINY), "--max-model-len", "100000"), "--max-model-len"), ((), "--model")],
+)
+def test_a_bad_setting_is_refused_before_anything_starts(flags: tuple[str, ...], named: str) -> None:
+    command = [sys.executable, "-m", "fastengine.entrypoints.api_server", "--port", str(free_port()), *flags]
+    environment = {k: v for k, v in os.environ.items() if k != "FASTENGINE_MODEL_DIR"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20, env=environment)
+    assert result.returncode == 2
+    assert named in result.stderr
+
+
+def test_an_idle_server_sleeps() -> None:
+    """No thread polls: over five idle seconds no process of the server is woken more than a few times."""
+    with running_server(TINY, *FLAGS) as server:
+        complete(server)
+        pids = list(process_tree(server.process.pid))
+        threading.Event().wait(1.0)
+        before = {pid: _switches(pid) for pid in pids}
+        threading.Event().wait(5.0)
+        woken = {server.tree().get(pid, "?")[:80]: _switches(pid) - before[pid] for pid in pids}
+        ours = {command: count for command, count in woken.items() if "launch_ranks" not in command}  # Paddle's launcher polls once a second
+        assert all(count < 5 * 12 for count in ours.values()), woken
+
+
+def _switches(pid: int) -> int:
+    total = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        for line in status.read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches"):
+                total += int(line.split()[1])
+    return total
