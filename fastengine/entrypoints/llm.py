@@ -24,8 +24,8 @@ from fastengine.protocol.outputs import EngineError, EngineStatus, OutputBatch, 
 from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, SamplingParams
 from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
 from fastengine.text.chat_template import load_chat_template
+from fastengine.text.load import load_tokenizer
 from fastengine.text.output_text import OutputText
-from fastengine.text.tokenizer import load_tokenizer
 
 CLIENT_INDEX = 0
 
@@ -73,8 +73,8 @@ class _Sequence:
 
     def add(self, token_ids: Sequence[int], stop_token_id: int | None) -> bool:
         """Take new tokens; True if a stop string ended the sequence."""
-        self.output.token_ids.extend(token_ids)
         delta = self.text.add(token_ids, stop_token_id)
+        self.output.token_ids.extend(token_ids[: delta.num_tokens])
         self.output.text += delta.text
         return delta.stop_hit is not None
 
@@ -142,11 +142,13 @@ class LLM:
         **template_values: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template."""
+        if self._template is None:
+            raise ValueError(f"{self.config.model.model} has no chat template: give one with chat_template=FILE, or call generate()")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         requests = []
         for conversation in conversations:
             text = self._template.render(list(conversation), add_generation_prompt=add_generation_prompt, **template_values)
-            requests.append(RequestOutput(text, self._template.encode(self.tokenizer, text), []))
+            requests.append(RequestOutput(text, self.tokenizer.encode_chat(text), []))
         return self._run(requests, _per_prompt(sampling_params, len(requests)), n, use_tqdm)
 
     def control(self, command: ControlCommand, timeout_s: float = 60.0) -> dict[str, Any]:
@@ -209,12 +211,7 @@ class LLM:
                 child = msgspec.structs.replace(sampling, seed=sampling.seed + index)
             output = CompletionOutput(index)
             request.outputs.append(output)
-            text = OutputText(
-                self.tokenizer,
-                stop=sampling.stop,
-                include_stop_str_in_output=sampling.include_stop_str_in_output,
-                skip_special_tokens=sampling.skip_special_tokens,
-            )
+            text = OutputText(self.tokenizer, request.prompt_token_ids, sampling)
             live[handle] = _Sequence(output, text, request)
             message = GenerateRequest(
                 request_id=f"{parent}#{index}",
