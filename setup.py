@@ -6,12 +6,17 @@ them out (the plain-Paddle reference operators are used instead, with a warning)
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import pathlib
 import re
+from types import ModuleType
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import ExecError
 
-ROOT = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "fastengine" / "version.py").read_text()).group(1)
 
 # Import name -> folder. The two that stand beside fastengine/ are sub-packages of it.
@@ -29,6 +34,7 @@ REQUIRED = [
     "jinja2>=3.1.4",
     "tokenizers>=0.20,<0.24",
     "gguf>=0.17,<0.20",
+    "llguidance>=1.0,<2",
 ]
 EXTRAS = {
     "cpu": ["paddlepaddle>=3.3,<3.4"],
@@ -46,6 +52,39 @@ def packages() -> list[str]:
     return names
 
 
+def load_setup_ops() -> ModuleType:
+    """custom_ops/setup_ops.py, by its path: the folder is no package before it is installed."""
+    spec = importlib.util.spec_from_file_location("setup_ops", ROOT / "custom_ops" / "setup_ops.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class BuildOperators(build_ext):
+    """Compiles the CPU operators to where the package's files go: the build folder, or the source tree (editable)."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # A plain shared library that Paddle loads, not a Python module: no interpreter tag.
+        return str(pathlib.Path(*fullname.split(".")[:-1]) / load_setup_ops().LIBRARY_NAME)
+
+    def build_extension(self, ext: Extension) -> None:
+        setup_ops = load_setup_ops()
+        try:
+            setup_ops.build(pathlib.Path(self.get_ext_fullpath(ext.name)).parent)
+        except setup_ops.BuildError as error:
+            raise ExecError(f"fastengine: {error}") from None
+
+
+def extensions() -> list[Extension]:
+    if os.environ.get("FASTENGINE_SKIP_OPS") == "1":
+        return []
+    setup_ops = load_setup_ops()
+    relative = {kind: [str(path.relative_to(ROOT)) for path in paths] for kind, paths in (("c", setup_ops.sources()), ("h", setup_ops.headers()))}
+    return [Extension("fastengine.custom_ops.libfastengine_cpu", sources=relative["c"], depends=relative["h"])]
+
+
 setup(
     name="fastengine",
     version=VERSION,
@@ -58,5 +97,7 @@ setup(
     package_dir={"fastengine": "fastengine", **FOLDERS},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildOperators},
     entry_points={"console_scripts": ["fastengine=fastengine.entrypoints.cli:main"]},
 )

@@ -1,0 +1,166 @@
+"""Compile the CPU operators: ``python custom_ops/setup_ops.py`` puts the library beside this file.
+
+The kernels are compiled once per instruction set; the library picks one by CPUID when it is loaded, so
+it runs on any x86-64 machine whatever the one that built it. The package's ``setup.py`` calls
+:func:`build` for its ``build_ext`` step. Needs g++ and an installed Paddle (its headers, 3.3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CPU = HERE / "cpu"
+LIBRARY_NAME = "libfastengine_cpu.so"
+
+# Compiled once for any x86-64 processor.
+PLAIN_SOURCES = [CPU / "binding.cpp", CPU / "control.cpp", CPU / "kernels" / "thread_pool.cpp"]
+KERNEL_SOURCES = [
+    CPU / "kernels" / f"{name}.cpp" for name in ("attention", "attention_decode", "attention_prefill", "elementwise", "logits", "rotary", "sample")
+]
+INSTRUCTION_SETS = {
+    "avx2": ["-mavx2", "-mfma"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
+}
+
+COMMON_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# GCC takes the undefined pass-through operand of its own AVX-512 intrinsics for a mistake of ours.
+KERNEL_FLAGS = ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+# Paddle's headers are not free of warnings, and its Python half is not needed here.
+BINDING_FLAGS = ["-w", "-O2", "-DPADDLE_NO_PYTHON", "-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"]
+
+
+class BuildError(RuntimeError):
+    """The operators could not be built; the text says why, and what to do."""
+
+
+def sources() -> list[Path]:
+    return [*PLAIN_SOURCES, *KERNEL_SOURCES]
+
+
+def headers() -> list[Path]:
+    return sorted(CPU.rglob("*.h"))
+
+
+def find_compiler() -> str:
+    """The C++ compiler: ``$CXX``, else ``g++``. Raises BuildError naming what to install."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise BuildError(
+            f"the CPU operators need an x86-64 processor, this one is {platform.machine()}; "
+            "set FASTENGINE_SKIP_OPS=1 to install without them (the slower plain-Paddle operators are used)"
+        )
+    compiler = os.environ.get("CXX") or "g++"
+    found = shutil.which(compiler.split()[0])
+    if found is None:
+        raise BuildError(
+            f"no C++ compiler: '{compiler}' was not found. Install one (apt-get install g++), or set "
+            "FASTENGINE_SKIP_OPS=1 to install without the compiled operators (slow)"
+        )
+    return compiler
+
+
+def paddle_folder() -> Path:
+    """Where Paddle is installed. Found without importing it, which takes over a second."""
+    spec = importlib.util.find_spec("paddle")
+    if spec is None or spec.origin is None:
+        raise BuildError("Paddle is not installed in this environment: pip install 'paddlepaddle>=3.3,<3.4', then build again")
+    folder = Path(spec.origin).parent
+    if not (folder / "include" / "paddle" / "extension.h").is_file():
+        raise BuildError(f"the Paddle in {folder} came without its C++ headers; install the official wheel")
+    return folder
+
+
+def run(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise BuildError(f"this command failed with code {result.returncode}:\n  {' '.join(command)}\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+def compile_commands(compiler: str, paddle: Path, objects: Path) -> list[list[str]]:
+    """One command per object file, the slowest first."""
+    base = [*compiler.split(), *COMMON_FLAGS]
+    includes = [f"-isystem{paddle / 'include'}", f"-isystem{paddle / 'include' / 'third_party'}"]
+    commands = []
+    for source in PLAIN_SOURCES:
+        extra = [*BINDING_FLAGS, *includes] if source.name == "binding.cpp" else []
+        commands.append([*base, *extra, "-c", str(source), "-o", str(objects / f"{source.stem}.o")])
+    for name, flags in INSTRUCTION_SETS.items():
+        for source in KERNEL_SOURCES:
+            output = objects / f"{source.stem}.{name}.o"
+            commands.append([*base, *KERNEL_FLAGS, *flags, f"-DFE_ISA={name}", "-c", str(source), "-o", str(output)])
+    return commands
+
+
+def link_command(compiler: str, paddle: Path, objects: list[str], output: Path) -> list[str]:
+    # No run path: the process has loaded Paddle's libraries before this one, from wherever they are.
+    folders = [f"-L{paddle / 'base'}", f"-L{paddle / 'libs'}"]
+    libraries = ["-l:libpaddle.so", "-l:libphi.so", "-l:libphi_core.so", "-l:libcommon.so", "-pthread"]
+    linker = ["-Wl,--no-as-needed", "-Wl,--allow-shlib-undefined"]
+    return [*compiler.split(), "-shared", "-o", str(output), *objects, *linker, *folders, *libraries]
+
+
+def refuse_weak_symbols(objects: Path) -> None:
+    """A weak symbol of one instruction set could be linked into the other's kernels: see simd.h."""
+    nm = shutil.which("nm")
+    if nm is None:
+        return
+    for name in INSTRUCTION_SETS:
+        for path in sorted(objects.glob(f"*.{name}.o")):
+            defined = run([nm, "--defined-only", str(path)]).splitlines()
+            weak = [line for line in defined if line.split()[-2] in ("W", "V", "u")]
+            if weak:
+                raise BuildError(f"{path.name} defines weak symbols, which may mix instruction sets:\n" + "\n".join(weak))
+
+
+def build(output_folder: Path, jobs: int | None = None) -> Path:
+    """Compiles and links the library into ``output_folder`` and returns its path.
+
+    Raises BuildError, with the compiler's message, when anything fails; an older library then stays.
+    """
+    compiler, paddle = find_compiler(), paddle_folder()
+    output_folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fastengine-ops-") as temporary:
+        objects = Path(temporary)
+        commands = compile_commands(compiler, paddle, objects)
+        print(f"fastengine: compiling {len(commands)} objects of the CPU operators", flush=True)
+        with ThreadPoolExecutor(max_workers=jobs or len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(run, commands))
+        refuse_weak_symbols(objects)
+        linked = objects / LIBRARY_NAME
+        run(link_command(compiler, paddle, [command[-1] for command in commands], linked))
+        # Moved into place whole: a running process keeps the library it has mapped.
+        target = output_folder / LIBRARY_NAME
+        staged = target.with_suffix(".so.new")
+        shutil.copyfile(linked, staged)
+        staged.replace(target)
+    print(f"fastengine: built {target}", flush=True)
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile fastengine's CPU operators.")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--inplace", action="store_true", help="put the library beside this file (the default)")
+    place.add_argument("--output", type=Path, default=HERE, help="put the library into this folder instead")
+    parser.add_argument("--jobs", type=int, default=None, help="compilers to run at once (default: one per core)")
+    args = parser.parse_args()
+    try:
+        build(args.output, args.jobs)
+    except BuildError as error:
+        print(f"fastengine: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
