@@ -1,0 +1,131 @@
+"""CPU time of the engine core per step of steady decoding: schedule + process_result + take_outputs.
+
+    python benchmarks/bench_scheduler.py [--running 32 256 1024] [--context 128 1024 4096] [--block-size 16]
+
+Thread CPU time, workers replaced by a function that answers at once; the garbage collector stays on. Steps
+are run until every sequence has crossed its block boundaries many times, so growing is part of the figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastengine.config import EngineConfig
+from fastengine.engine.core import EngineCore, ModelLimits
+from fastengine.protocol.requests import GenerateRequest, SamplingParams
+from fastengine.protocol.steps import StepPlan, StepResult
+from fastengine.protocol.tokens import pack_token_ids
+
+VOCAB_SIZE = 50_000
+EOS = 2
+
+
+@dataclass(frozen=True)
+class Load:
+    running: int
+    context: int
+    steps: int
+    block_size: int
+    overlap: bool
+    clients: int
+
+
+def answer(plan: StepPlan) -> StepResult:
+    """What a worker that samples token 7 everywhere says; all chunks of this load end their prompts."""
+    slots = plan.decodes + plan.chunk_slots
+    tokens = np.full(len(slots) // 4, 7, dtype=np.int32).tobytes()
+    return StepResult(step_id=plan.step_id, slots=slots, token_ids=tokens)
+
+
+def loaded_engine(load: Load) -> EngineCore:
+    """An engine whose ``load.running`` requests have different prompts of ``load.context`` tokens and run."""
+    max_len = load.context + 2 * load.steps + 64
+    num_blocks = load.running * (max_len // load.block_size + 1) + 64
+    config = EngineConfig.from_flags(
+        model="bench",
+        block_size=load.block_size,
+        max_num_seqs=load.running,
+        max_num_batched_tokens=load.running * load.context,  # every prompt in one chunk
+        max_num_partial_prefills=1,
+        long_prefill_token_threshold=0,
+        max_waiting_requests=load.running + 1,
+        max_queued_tokens=1 << 40,
+        overlap=load.overlap,
+    )
+    engine = EngineCore(config, ModelLimits(max_len, VOCAB_SIZE, (EOS,)), num_blocks)
+    rng = np.random.default_rng(0)
+    for i in range(load.running):
+        # Lengths differ, so that block boundaries are spread evenly over steps.
+        prompt = rng.integers(10, VOCAB_SIZE, load.context - i % load.block_size)
+        sampling = SamplingParams(max_tokens=2 * load.steps + 32)
+        engine.add_request(
+            GenerateRequest(request_id=f"r{i}", client_index=i % load.clients, handle=i, prompt_token_ids=pack_token_ids(prompt), sampling=sampling)
+        )
+    while engine.server_info()["gauges"]["num_requests_waiting"]:
+        run_step(engine)
+    for _ in range(load.block_size):
+        run_step(engine)
+    return engine
+
+
+def run_step(engine: EngineCore) -> None:
+    while (plan := engine.schedule()) is not None:
+        PENDING.append(plan)
+    engine.process_result(answer(PENDING.pop(0)))
+    engine.take_outputs()
+
+
+PENDING: list[StepPlan] = []
+
+
+def measure(load: Load) -> list[float]:
+    """Thread CPU microseconds of each step."""
+    PENDING.clear()
+    engine = loaded_engine(load)
+    times = []
+    for _ in range(load.steps):
+        result = answer(PENDING[0]) if PENDING else None
+        start = time.thread_time_ns()
+        engine.expire()
+        plan = engine.schedule()
+        if plan is not None:
+            PENDING.append(plan)
+        if result is None:  # nothing was in flight: --no-overlap
+            spent = time.thread_time_ns() - start
+            result = answer(PENDING[0])
+            start = time.thread_time_ns() - spent
+        PENDING.pop(0)
+        engine.process_result(result)
+        outputs = engine.take_outputs()
+        engine.take_responses()
+        times.append((time.thread_time_ns() - start) / 1000)
+        assert sum(len(batch.handles) // 8 for batch in outputs.values()) == load.running
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", type=int, nargs="+", default=[32, 256, 1024])
+    parser.add_argument("--context", type=int, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--clients", type=int, default=1, help="API processes the requests come from")
+    parser.add_argument("--no-overlap", action="store_true")
+    args = parser.parse_args()
+    print(f"{'running':>8} {'context':>8} {'mean us':>9} {'p50 us':>9} {'p99 us':>9} {'ns/request':>11}")
+    for running in args.running:
+        for context in args.context:
+            load = Load(running, context, args.steps, args.block_size, not args.no_overlap, args.clients)
+            times = measure(load)
+            mean = statistics.fmean(times)
+            p50, p99 = np.percentile(times, [50, 99])
+            print(f"{running:>8} {context:>8} {mean:>9.1f} {p50:>9.1f} {p99:>9.1f} {mean * 1000 / running:>11.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What full KV blocks contain: chained keys, and the two maps between keys and blocks.
+
+A block's key names everything its KV depends on::
+
+    root   = H(weights epoch, adapter, salt)
+    key[0] = H(root   | tokens of block 0)
+    key[i] = H(key[i-1] | tokens of block i)
+
+H is BLAKE2b with 16 bytes of digest: for two different prefixes to meet by accident is out of reach, and
+nobody can construct them on purpose, so tokens needn't be compared on a hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+KEY_BYTES = 16
+
+
+def root_key(weights_epoch: int, adapter: str, salt: str) -> bytes:
+    """The key that stands before a sequence's first block."""
+    parts = (str(weights_epoch).encode(), adapter.encode(), salt.encode())
+    framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return blake2b(framed, digest_size=KEY_BYTES).digest()
+
+
+def chain_keys(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
+    """Keys of the full blocks of ``tokens`` (little-endian int32), the first chained to ``parent``.
+
+    A tail shorter than ``block_bytes`` has no key.
+    """
+    keys = []
+    for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+        parent = blake2b(parent + tokens[start : start + block_bytes], digest_size=KEY_BYTES).digest()
+        keys.append(parent)
+    return keys
+
+
+class PrefixIndex:
+    """The maps key -> block and block -> key; each the inverse of the other.
+
+    Owns no block: the pool decides when a block's content is lost and then calls :meth:`forget`.
+    ``block_of`` and ``key_of`` are read directly on the hot path and written only here and in
+    :meth:`fastengine.cache.kv_cache_manager.KVCacheManager.grow_decoding`.
+    """
+
+    def __init__(self, num_blocks: int):
+        self.block_of: dict[bytes, int] = {}
+        self.key_of: list[bytes | None] = [None] * num_blocks
+
+    def __len__(self) -> int:
+        return len(self.block_of)
+
+    def match(self, keys: Sequence[bytes], limit: int) -> list[int]:
+        """Blocks of the longest run of known keys, at most ``limit`` of them."""
+        block_of = self.block_of
+        blocks = []
+        for key in keys[:limit]:
+            block = block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def register(self, key: bytes, block: int) -> None:
+        """``block`` now holds ``key``. When another block holds the same, that one stays the known one."""
+        if key not in self.block_of:
+            self.block_of[key] = block
+            self.key_of[block] = key
+
+    def forget(self, block: int) -> None:
+        key = self.key_of[block]
+        if key is not None:
+            self.key_of[block] = None
+            del self.block_of[key]
+
+    def clear(self) -> None:
+        self.block_of.clear()
+        self.key_of = [None] * len(self.key_of)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the two maps are inverse to each other."""
+        forward = {key: block for block, key in enumerate(self.key_of) if key is not None}
+        assert forward == self.block_of, "prefix index: key_of and block_of disagree"

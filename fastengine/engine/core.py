@@ -1,0 +1,360 @@
+"""EngineCore: all request state of one engine, and the order in which its parts act.
+
+Single-threaded, without I/O, threads or sleep: whoever owns it brings requests, results, replies and
+commands in, and carries plans, commands, outputs and responses out. Time comes from ``clock``.
+
+One turn of the owner's loop::
+
+    process_result / process_reply / control / add_request / abort_handles ...   whatever has come
+    expire()
+    take_commands(), then schedule() until it returns None                       publish in this order
+    take_outputs(), take_responses()                                             send
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastengine.cache.kv_cache_manager import KVCacheManager
+from fastengine.config import EngineConfig
+from fastengine.engine.admission import RETRY_AFTER_S, AdmissionRules, Refused
+from fastengine.engine.control import ControlHooks, ControlPlane
+from fastengine.engine.deadlines import Deadlines
+from fastengine.engine.invariants import check_engine
+from fastengine.engine.lifecycle import Lifecycle
+from fastengine.engine.outputs import OutputCollector
+from fastengine.engine.pipeline import Pipeline
+from fastengine.engine.recovery import CrashRecovery, CrashReport
+from fastengine.engine.request_state import ModelLimits, RequestState, RequestStatus, RequestTable
+from fastengine.engine.resource_manager import Admit, ResourceManager
+from fastengine.engine.results import ResultProcessor
+from fastengine.engine.run_state import Mode, RunState
+from fastengine.engine.slots import SlotTable
+from fastengine.engine.stop_tokens import StopTokens
+from fastengine.engine.waiting_room import WaitingRoom
+from fastengine.engine.worker_commands import WorkerCommands
+from fastengine.engine.worker_operations import WorkerOperations
+from fastengine.observability.metrics import EngineMetrics, Gauges
+from fastengine.protocol.control import ControlRequest, ControlResponse
+from fastengine.protocol.outputs import FINISH_ERROR, EngineError, OutputBatch, TokenOutput
+from fastengine.protocol.requests import GenerateRequest
+from fastengine.protocol.steps import StepPlan, StepResult, WorkerCommand, WorkerReply
+from fastengine.scheduler.local import LocalScheduler
+from fastengine.version import __version__
+
+__all__ = ["EngineCore", "ModelLimits"]
+
+# The longest sequence whose tokens and block table fit one plan beside nothing else.
+MAX_SEQUENCE_TOKENS = 700_000
+
+
+class EngineCore:
+    """The engine without its surroundings.
+
+    ``num_host_blocks`` must be 0 for now: the host tier is not built yet.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: ModelLimits,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ):
+        if limits.max_model_len > MAX_SEQUENCE_TOKENS:
+            raise ValueError(f"max_model_len {limits.max_model_len} exceeds {MAX_SEQUENCE_TOKENS}, the most tokens one plan can start")
+        if num_host_blocks:
+            raise ValueError("swap_space: a host tier for KV blocks is not supported")
+        self.config = config
+        self.limits = limits
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._random = random.Random()
+        self._arrivals = 0
+        self._workers_up = True
+        self._lost_at: float | None = None
+        self._workers: dict[str, Any] = {}
+        self._max_in_flight = 2 if config.scheduler.overlap else 1
+
+        model_name = config.model.served_model_name[0] if config.model.served_model_name else config.model.model
+        self.metrics = EngineMetrics(model_name, self._gauges, self._info)
+        self._rules = AdmissionRules(config, limits, num_blocks)
+        self._table = RequestTable()
+        self._slots = SlotTable(config.scheduler.max_num_seqs, limits.max_model_len, config.cache.block_size)
+        self._waiting = WaitingRoom(LocalScheduler(config.scheduler.scheduling_policy))
+        self._pipeline = Pipeline()
+        self._outputs = OutputCollector()
+        self._stop_tokens = StopTokens(limits)
+        self._resources = ResourceManager(config.scheduler, self._slots, self._new_cache(num_blocks), self._waiting, self.metrics, clock)
+        self._lifecycle = Lifecycle(
+            self._table,
+            self._slots,
+            self._resources,
+            self._pipeline,
+            self._outputs,
+            self._stop_tokens,
+            self.metrics,
+            clock,
+            log_requests=config.observability.log_requests,
+        )
+        self._results = ResultProcessor(
+            self._slots, self._resources, self._pipeline, self._lifecycle, self._outputs, self._stop_tokens, self.metrics, clock
+        )
+        self._recovery = CrashRecovery(self._slots, self._lifecycle)
+        self._timeouts: Deadlines[RequestState] = Deadlines(lambda request: not request.is_finished)
+        self._queue_limits: Deadlines[RequestState] = Deadlines(lambda request: request.status is RequestStatus.WAITING)
+        self._run_state = RunState(self._table, self._pipeline, self._resources)
+        self._commands = WorkerCommands(config.parallel.tensor_parallel_size)
+        self._operations = WorkerOperations(self._resources, self._lifecycle, self._run_state, self.metrics)
+        hooks = ControlHooks(self.server_info, self.metrics.render, lambda: self._workers_up)
+        self._control = ControlPlane(self._table, self._resources, self._lifecycle, self._run_state, self._commands, self._operations, hooks, clock)
+
+    def _new_cache(self, num_blocks: int) -> KVCacheManager:
+        cache = self.config.cache
+        return KVCacheManager(num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching)
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def add_request(self, request: GenerateRequest) -> None:
+        """Take ``request``, or answer its client with an error (400, 409, 429, 503) at once."""
+        try:
+            state = self._accepted(request)
+        except Refused as refused:
+            output = TokenOutput(handle=request.handle, finish_reason=FINISH_ERROR, error=refused.error)
+            self._outputs.add_event(request.client_index, output)
+            return
+        self._lifecycle.begin(state)
+        self._waiting.put(state)
+        timeout_s = request.timeout_s if request.timeout_s is not None else self.config.server.request_timeout
+        self._timeouts.add(state.arrived_at + timeout_s, state)
+        if self.config.scheduler.max_waiting_time is not None:
+            self._queue_limits.add(state.arrived_at + self.config.scheduler.max_waiting_time, state)
+
+    def _accepted(self, request: GenerateRequest) -> RequestState:
+        """Raises Refused."""
+        if request.request_id in self._table or self._table.by_handle(request.client_index, request.handle) is not None:
+            raise Refused(409, f"a request with the id {request.request_id} is running already", param="request_id")
+        end = self._rules.most_tokens(request)
+        if self._control.is_paused_or_pausing and self.config.server.reject_while_paused:
+            raise Refused(503, "the engine is paused; try again later", retry_after_s=RETRY_AFTER_S)
+        self._rules.check_queues(self._waiting.num_waiting, self._waiting.num_tokens, len(request.prompt_token_ids) // 4)
+        self._arrivals += 1
+        # The client's clock is the wall's; what has passed since is counted on ours.
+        on_the_way_s = max(0.0, self._wall_clock() - request.arrival_time_s) if request.arrival_time_s else 0.0
+        seed = request.sampling.seed if request.sampling.seed is not None else self._random.getrandbits(63)
+        return RequestState(request, arrival_number=self._arrivals, arrived_at=self._clock() - on_the_way_s, end=end, seed=seed)
+
+    def abort_handles(self, client_index: int, handles: list[int]) -> None:
+        """The client no longer wants these; it is told nothing. Unknown handles are ignored."""
+        for handle in handles:
+            request = self._table.by_handle(client_index, handle)
+            if request is not None:
+                self._lifecycle.abort(request, silent=True)
+        self._control.settle()
+
+    def client_gone(self, client_index: int) -> None:
+        """Abort everything of that API process, and drop what it was owed."""
+        for request in self._table.by_client(client_index):
+            self._lifecycle.abort(request, silent=True)
+        self._outputs.drop_client(client_index)
+        self._control.settle()
+
+    def abort_everything(self) -> None:
+        """The engine shuts down: every request ends with ``abort`` and what it has."""
+        for request in list(self._table):
+            self._lifecycle.abort(request)
+        self._control.settle()
+
+    def expire(self) -> None:
+        """End what has waited or run for too long. Cheap; to be called each turn."""
+        now = self._clock()
+        for request in self._timeouts.pop_due(now):
+            self._lifecycle.fail(
+                request, EngineError(504, f"the request did not finish within its time limit ({now - request.arrived_at:.1f} s passed)")
+            )
+        for request in self._queue_limits.pop_due(now):
+            message = f"the request waited for {now - request.arrived_at:.1f} s without being started; try again later"
+            self._lifecycle.fail(request, EngineError(503, message, None, RETRY_AFTER_S))
+        self._control.expire(now)
+
+    def next_deadline(self) -> float | None:
+        """Clock time at which :meth:`expire` has something to do; None: never."""
+        deadlines = (self._timeouts.next(), self._queue_limits.next(), self._control.next_deadline())
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next plan to publish; None when there is nothing to do now."""
+        in_flight = len(self._pipeline)
+        mode = self._run_state.mode
+        if mode is Mode.HALTED or in_flight >= self._max_in_flight or not self._workers_up or self._control.holds_steps:
+            return None
+        if self._recovery.num_suspects:
+            suspect = self._recovery.next_suspect()
+            if suspect is not None:
+                return None if in_flight else self._published(self._resources.plan_alone(suspect))
+        admit = Admit.ALL if mode is Mode.RUNNING else Admit.PREEMPTED
+        return self._published(self._resources.plan_step(nothing_in_flight=not in_flight, admit=admit))
+
+    def _published(self, planned: Any) -> StepPlan | None:
+        if planned is None:
+            return None
+        plan, step = planned
+        self._pipeline.push(step)
+        self._check()
+        return plan
+
+    def process_result(self, result: StepResult) -> None:
+        """Apply the answer to the oldest step in flight. Raises UnexpectedResult."""
+        sampled = self._results.process(result)
+        if self._recovery.num_suspects:
+            for request in sampled:
+                self._recovery.clear(request)
+        self._control.settle()
+        self._check()
+
+    def take_outputs(self) -> dict[int, OutputBatch]:
+        """client index -> what it is owed since the last call."""
+        return self._outputs.take()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._pipeline)
+
+    def has_work(self) -> bool:
+        """Whether any request or control command is unfinished."""
+        return bool(len(self._table) or len(self._pipeline) or self._control.is_busy)
+
+    # -- control --------------------------------------------------------------------------------
+
+    def control(self, request: ControlRequest) -> None:
+        self._control.handle(request)
+        self._check()
+
+    def take_responses(self) -> list[tuple[int, ControlResponse]]:
+        """(client index, response) of commands whose answer is due."""
+        return self._control.take_responses()
+
+    def take_commands(self) -> list[WorkerCommand]:
+        """Commands to publish to all ranks, before the next plan."""
+        return self._commands.take()
+
+    def process_reply(self, reply: WorkerReply) -> None:
+        self._commands.process(reply)
+        self._check()
+
+    # -- workers --------------------------------------------------------------------------------
+
+    def workers_lost(self) -> CrashReport:
+        """The worker group died: steps in flight are void, running requests go back to be recomputed."""
+        report = CrashReport()
+        if not self._workers_up:
+            return report
+        self._workers_up = False
+        self._lost_at = self._clock()
+        self.metrics.counters["worker_crashes"] += 1
+        participants = self._recovery.take_part(self._pipeline.void())
+        report.requeued = [request.request_id for request in self._slots.running()]
+        self._resources.preempt_all()
+        self._recovery.accuse(participants, report)
+        self._resources.reset_cache(self._new_cache(self._rules.num_blocks))
+        self._control.workers_lost()
+        self._check()
+        return report
+
+    def workers_restarted(self, num_blocks: int) -> None:
+        """A new worker group is ready, with an empty KV cache of ``num_blocks``."""
+        self._workers_up = True
+        if self._lost_at is not None:
+            self.metrics.histograms["worker_recovery_seconds"].observe(self._clock() - self._lost_at)
+            self._lost_at = None
+        self._rules = AdmissionRules(self.config, self.limits, num_blocks)
+        self._resources.reset_cache(self._new_cache(num_blocks))
+        for request in [request for request in self._table if not self._rules.fits(request.end)]:
+            message = f"restarted workers have only {num_blocks} KV blocks, too few for this request"
+            self._lifecycle.fail(request, EngineError(503, message, None, RETRY_AFTER_S))
+        self._control.workers_restarted()
+        self._check()
+
+    def set_compiled_ops(self, device: str, compiled_ops: dict[str, str]) -> None:
+        """What rank 0 said about itself, for :meth:`server_info`."""
+        self._workers = {"device": device, "compiled_ops": compiled_ops}
+
+    # -- what is true now -----------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        return self._run_state.is_stopped
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._operations.sleeping)
+
+    @property
+    def weight_version(self) -> str:
+        return self._lifecycle.weight_version
+
+    def server_info(self) -> dict[str, Any]:
+        """Configuration (secrets hidden), sizes, queues and counters."""
+        return {
+            "version": __version__,
+            "weight_version": self.weight_version,
+            "is_paused": self.is_paused,
+            "sleeping": sorted(self._operations.sleeping),
+            "config": self.config.flat(),
+            "workers": self._workers,
+            "gauges": {name: value for name, (_, value) in self._gauges().items()},
+            "counters": dict(self.metrics.counters),
+            "finished": dict(self.metrics.finished),
+        }
+
+    def _gauges(self) -> Gauges:
+        running = self._table.count(RequestStatus.RUNNING)
+        kv = self._resources.kv
+        used = kv.num_blocks - kv.num_available
+        counters = self.metrics.counters
+        queries = counters["prefix_cache_queries"]
+        return {
+            "num_requests_running": ("Requests in the running batch.", running),
+            "num_requests_waiting": ("Requests that wait to run, preempted ones included.", len(self._table) - running),
+            "num_requests_preempted": ("Requests that ran and wait to be recomputed.", self._table.count(RequestStatus.PREEMPTED)),
+            "num_queued_tokens": ("Prompt tokens of requests that never ran.", self._waiting.num_tokens),
+            "batch_size": ("Slots in use.", self._slots.num_used),
+            "max_batch_size": ("Slots there are.", self._slots.num_slots),
+            "available_batch_size": ("Slots that are free.", self._slots.num_free),
+            "max_gpu_block_num": ("KV blocks there are.", kv.num_blocks),
+            "available_gpu_block_num": ("KV blocks that could be given out now, blank or cached.", kv.num_available),
+            "free_gpu_block_num": ("KV blocks that hold nothing.", kv.pool.num_blank),
+            "prefix_cache_block_num": ("KV blocks that can be found by their content.", len(kv.index)),
+            "gpu_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", used / kv.num_blocks),
+            "hit_token_rate": (
+                "Share of looked-up tokens found in the prefix cache, 0 to 1.",
+                counters["prefix_cache_hits"] / queries if queries else 0.0,
+            ),
+            "num_steps_in_flight": ("Steps published and not answered.", len(self._pipeline)),
+            "is_paused": ("1 while no step is planned.", float(self.is_paused)),
+            "is_sleeping": ("1 while memory is given back to the system.", float(self.is_sleeping)),
+        }
+
+    def _info(self) -> dict[str, str]:
+        cache = self.config.cache
+        return {
+            "block_size": str(cache.block_size),
+            "num_gpu_blocks": str(self._resources.kv.num_blocks),
+            "enable_prefix_caching": str(cache.enable_prefix_caching).lower(),
+            "weight_version": self.weight_version,
+        }
+
+    def _check(self) -> None:
+        if self.config.observability.check_invariants:
+            self.check_invariants()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless all books balance: blocks, slots, queues, table."""
+        check_engine(self._table, self._slots, self._waiting, self._resources.kv)

@@ -1,0 +1,111 @@
+"""OutputCollector: what clients are owed, gathered into one message per API process."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fastengine.engine.slots import ClientColumn
+from fastengine.protocol.outputs import OutputBatch, TokenOutput
+
+
+class _Pending:
+    """What one step (or the events between two) yielded: no handle occurs twice in it."""
+
+    __slots__ = ("details", "plain")
+
+    def __init__(self) -> None:
+        self.plain: dict[int, tuple[bytes, bytes]] = {}  # client -> (int64 handles, int32 token ids)
+        self.details: dict[int, list[TokenOutput]] = {}
+
+
+class OutputCollector:
+    """Collects tokens of steps and single events; :meth:`take` empties it."""
+
+    def __init__(self) -> None:
+        self._step_id = -1
+        self._pending = [_Pending()]
+
+    def begin_step(self, step_id: int) -> None:
+        self._step_id = step_id
+        self._separate()
+
+    def add_columns(self, columns: list[ClientColumn], token_ids: npt.NDArray[np.int32]) -> None:
+        """One plain token for each row of ``columns``; once per step."""
+        plain = self._pending[-1].plain
+        for column in columns:
+            chosen = token_ids if column.rows is None else token_ids[column.rows]
+            plain[column.client_index] = (column.handles, chosen.tobytes())
+
+    def add_detail(self, client_index: int, output: TokenOutput) -> None:
+        """More than a plain token for one sequence; at most once per step and sequence."""
+        self._pending[-1].details.setdefault(client_index, []).append(output)
+
+    def add_event(self, client_index: int, output: TokenOutput) -> None:
+        """Something that happened between two steps, for example an abort."""
+        if self._pending[-1].plain or self._pending[-1].details:
+            self._separate()
+        self.add_detail(client_index, output)
+
+    def drop_client(self, client_index: int) -> None:
+        for pending in self._pending:
+            pending.plain.pop(client_index, None)
+            pending.details.pop(client_index, None)
+
+    def take(self) -> dict[int, OutputBatch]:
+        """client index -> everything since the last call, each handle once."""
+        taken, self._pending = self._pending, [_Pending()]
+        if len(taken) > 1:
+            clients = {client for pending in taken for client in (*pending.plain, *pending.details)}
+            return {client: self._merged(client, taken) for client in sorted(clients)}
+        only = taken[0]
+        details = only.details
+        batches = {
+            client: OutputBatch(self._step_id, handles, token_ids, details.pop(client, [])) for client, (handles, token_ids) in only.plain.items()
+        }
+        for client, outputs in details.items():
+            batches[client] = OutputBatch(self._step_id, b"", b"", outputs)
+        return batches
+
+    def _separate(self) -> None:
+        last = self._pending[-1]
+        if last.plain or last.details:
+            self._pending.append(_Pending())
+
+    def _merged(self, client: int, taken: list[_Pending]) -> OutputBatch:
+        columns = [pending.plain[client] for pending in taken if client in pending.plain]
+        handles = np.frombuffer(b"".join(h for h, _ in columns), dtype=np.int64)
+        tokens = np.frombuffer(b"".join(t for _, t in columns), dtype=np.int32)
+        detailed = {output.handle for pending in taken for output in pending.details.get(client, ())}
+        unique, counts = np.unique(handles, return_counts=True)
+        repeated = np.union1d(unique[counts > 1], np.fromiter(detailed, np.int64, len(detailed)))
+        plain = ~np.isin(handles, repeated)
+        merged: dict[int, TokenOutput] = {}
+        for pending in taken:
+            pieces = list(pending.details.get(client, ()))
+            if client in pending.plain:
+                own_handles, own_tokens = pending.plain[client]
+                pairs = zip(np.frombuffer(own_handles, np.int64).tolist(), np.frombuffer(own_tokens, np.int32).tolist(), strict=True)
+                mixed = set(repeated.tolist())
+                pieces += [TokenOutput(handle=handle, token_ids=[token]) for handle, token in pairs if handle in mixed]
+            for piece in pieces:
+                merged[piece.handle] = _joined(merged[piece.handle], piece) if piece.handle in merged else piece
+        return OutputBatch(self._step_id, handles[plain].tobytes(), tokens[plain].tobytes(), list(merged.values()))
+
+
+def _joined(first: TokenOutput, then: TokenOutput) -> TokenOutput:
+    """Two outputs of one sequence as one. What the first output says once stays, what the last says counts."""
+    logprobs = [*(first.logprobs or ()), *(then.logprobs or ())]
+    return TokenOutput(
+        handle=first.handle,
+        token_ids=first.token_ids + then.token_ids,
+        finish_reason=then.finish_reason,
+        stop_token_id=then.stop_token_id,
+        logprobs=logprobs or None,
+        prompt_logprobs=first.prompt_logprobs,
+        num_cached_tokens=first.num_cached_tokens,
+        num_prompt_tokens=first.num_prompt_tokens,
+        num_output_tokens=then.num_output_tokens,
+        weight_version=then.weight_version,
+        error=then.error,
+    )

@@ -1,0 +1,66 @@
+"""Pipeline: the steps that workers have been given and not answered, oldest first."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from fastengine.engine.request_state import RequestState
+from fastengine.engine.slots import DecodeBatch
+
+
+class UnexpectedResult(RuntimeError):
+    """A result that no step in flight has asked for: engine and workers no longer agree."""
+
+
+@dataclass
+class InFlightStep:
+    """One published plan, as far as its result must be understood.
+
+    Rows of the result are ``batch`` (in its order), then ``samplers``.
+    """
+
+    step_id: int
+    batch: DecodeBatch
+    # Rows of ``batch`` that reach their last token in this step (max_tokens or the model's length).
+    last_rows: list[int]
+    # Slots whose chunk ends at their last known token, so that they sample, too.
+    samplers: list[tuple[int, RequestState]]
+    expected_slots: bytes  # int32[rows]
+    chunked: list[tuple[int, RequestState]]  # all slots with a chunk, samplers among them
+    num_tokens: int
+    published_at: float
+    # Slots whose sequence has ended or left since: their rows mean nothing any more.
+    dead: set[int] = field(default_factory=set)
+
+
+class Pipeline:
+    def __init__(self) -> None:
+        self._steps: deque[InFlightStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def oldest(self) -> InFlightStep | None:
+        return self._steps[0] if self._steps else None
+
+    def push(self, step: InFlightStep) -> None:
+        self._steps.append(step)
+
+    def pop(self, step_id: int) -> InFlightStep:
+        """The oldest step, which must be ``step_id``. Raises UnexpectedResult."""
+        if not self._steps or self._steps[0].step_id != step_id:
+            raise UnexpectedResult(f"result of step {step_id}; in flight: {[step.step_id for step in self._steps]}")
+        return self._steps.popleft()
+
+    def mark_dead(self, slot: int) -> None:
+        """Whatever the steps in flight yield for ``slot`` is no longer wanted."""
+        for step in self._steps:
+            step.dead.add(slot)
+
+    def void(self) -> list[InFlightStep]:
+        """The workers are gone: forget all steps and return them."""
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps

@@ -1,0 +1,479 @@
+"""Operators' commands: true when answered, in any order, and never at the expense of a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastengine.protocol.control import (
+    AbortRequests,
+    FlushCache,
+    GetMetrics,
+    GetServerInfo,
+    IsPaused,
+    Pause,
+    Profile,
+    Resume,
+    SetLogLevel,
+    Sleep,
+    UpdateWeights,
+    UpdateWeightsFromTensors,
+    Wakeup,
+    WeightsChecksum,
+)
+from tests.engine.driver import Driver, Received
+from tests.engine.test_steps import assert_right, overlap, prompt
+
+__all__ = ["overlap"]
+
+
+def busy(driver: Driver, count: int = 4, turns: int = 5, max_tokens: int = 40) -> list[Received]:
+    received = [driver.add(prompt(i, 10), max_tokens=max_tokens, ignore_eos=True) for i in range(count)]
+    for _ in range(turns):
+        driver.turn()
+    return received
+
+
+def code(driver: Driver, request_id: str) -> int | None:
+    response = driver.responses.get(request_id)
+    return None if response is None else 200 if response.error is None else response.error.code
+
+
+def call_code(driver: Driver, command: object) -> int:
+    response = driver.call(command)  # type: ignore[arg-type]
+    return 200 if response.error is None else response.error.code
+
+
+def is_paused(driver: Driver) -> bool:
+    return driver.call(IsPaused()).result["is_paused"]
+
+
+# -- pause and resume -------------------------------------------------------------------------------
+
+
+def test_pause_abort_ends_requests_with_what_they_have(overlap: bool) -> None:
+    driver = Driver(overlap=overlap, max_num_seqs=2)
+    received = busy(driver)
+    assert driver.call(Pause()).result == {"is_paused": True}
+    assert all(one.finish_reason == "abort" for one in received)
+    assert received[0].num_output_tokens == len(received[0].tokens) > 0
+    assert driver.core.num_in_flight == 0
+    assert is_paused(driver)
+    waits = driver.add(prompt(9, 5), max_tokens=5)
+    driver.run()
+    assert not waits.tokens
+    assert call_code(driver, Resume()) == 200
+    driver.run()
+    assert_right(waits)
+    driver.assert_idle()
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "drain"])
+def test_pauses_that_keep_requests_change_no_text(overlap: bool, mode: str) -> None:
+    driver = Driver(overlap=overlap)
+    received = busy(driver)
+    assert call_code(driver, Pause(mode=mode)) == 200  # type: ignore[arg-type]
+    blocks = driver.core.server_info()["gauges"]["available_gpu_block_num"]
+    if mode == "drain":
+        assert all(one.finish_reason == "length" for one in received)
+    else:
+        assert not any(one.finish_reason for one in received)
+        assert (blocks == driver.num_blocks) == (mode == "retract")
+    counts = [len(one.tokens) for one in received]
+    late = driver.add(prompt(8, 4), max_tokens=3)
+    driver.run()
+    assert counts == [len(one.tokens) for one in received]
+    assert call_code(driver, Resume()) == 200
+    driver.run()
+    for one in [*received, late]:
+        assert_right(one)
+    driver.assert_idle()
+
+
+def test_drain_finishes_preempted_requests_but_starts_none() -> None:
+    driver = Driver(num_blocks=6)
+    received = [driver.add(prompt(i, 6), max_tokens=20, ignore_eos=True) for i in range(4)]
+    while not driver.core.metrics.counters["num_preemptions"]:
+        driver.turn()
+    late = driver.add(prompt(8, 4), max_tokens=3)
+    assert call_code(driver, Pause(mode="drain")) == 200
+    started = [one for one in received if one.tokens]
+    assert all(one.finish_reason for one in started)
+    assert not late.tokens
+    driver.call(Resume())
+    driver.run()
+    for one in [*received, late]:
+        assert_right(one)
+
+
+def test_a_pause_that_takes_too_long_leaves_the_engine_running() -> None:
+    driver = Driver()
+    received = busy(driver)
+    pause = driver.control(Pause(mode="drain", timeout_s=0.01))
+    for _ in range(12):
+        driver.turn()
+    assert code(driver, pause) == 504
+    assert not is_paused(driver)
+    late = driver.add(prompt(8, 4), max_tokens=3)
+    driver.run()
+    for one in [*received, late]:
+        assert_right(one)
+
+
+def test_a_pause_waits_for_steps_in_flight(overlap: bool) -> None:
+    driver = Driver(overlap=overlap)
+    busy(driver)
+    driver.publish()
+    pause = driver.control(Pause(mode="in_place"))
+    assert code(driver, pause) is None
+    assert not driver.core.is_paused
+    while driver.published:
+        assert code(driver, pause) is None
+        driver.answer()
+        driver.deliver()
+    assert code(driver, pause) == 200
+
+
+def test_pauses_and_resumes_are_idempotent_and_overtake_each_other() -> None:
+    driver = Driver()
+    received = busy(driver)
+    assert call_code(driver, Resume()) == 200
+    first = driver.control(Pause(mode="drain"))
+    second = driver.control(Pause(mode="in_place"))
+    driver.run()
+    assert (code(driver, first), code(driver, second)) == (200, 200)
+    assert not any(one.finish_reason for one in received)
+    assert call_code(driver, Pause(mode="in_place")) == 200
+    assert [call_code(driver, Resume()) for _ in range(2)] == [200, 200]
+    third = driver.control(Pause(mode="drain"))
+    assert call_code(driver, Resume()) == 200
+    assert code(driver, third) == 409
+    driver.run()
+    for one in received:
+        assert_right(one)
+
+
+def test_reject_while_paused() -> None:
+    driver = Driver(reject_while_paused=True)
+    driver.call(Pause())
+    one = driver.add_and_run(prompt(1, 5))
+    assert one.error is not None
+    assert one.error.code == 503
+    assert one.error.retry_after_s
+    driver.call(Resume())
+    assert_right(driver.add_and_run(prompt(1, 5), max_tokens=5))
+
+
+# -- abort ------------------------------------------------------------------------------------------
+
+
+def test_abort_by_exact_id_parent_and_all() -> None:
+    driver = Driver(max_num_seqs=3)
+    child = [driver.add(prompt(1, 20), request_id=f"p-{i}", parent_id="p", max_tokens=50, ignore_eos=True) for i in range(2)]
+    one, waiting, last = (driver.add(prompt(i, 9), request_id=f"id{i}", max_tokens=50, ignore_eos=True) for i in (1, 10, 2))
+    for _ in range(8):
+        driver.turn()
+    result = driver.call(AbortRequests(req_ids=("id1", "id", "p", "id10", "id1"))).result
+    assert [entry["request_id"] for entry in result["aborted"]] == ["id1", "p", "id10"]
+    assert result["not_found"] == ["id"]
+    by_id = {entry["request_id"]: entry for entry in result["aborted"]}
+    assert by_id["id1"]["num_output_tokens"] == len(one.tokens) > 0
+    assert by_id["id10"]["num_output_tokens"] == 0
+    assert {entry["request_id"]: entry["num_output_tokens"] for entry in by_id["p"]["children"]} == {
+        f"p-{i}": len(c.tokens) for i, c in enumerate(child)
+    }
+    assert {c.finish_reason for c in [*child, one, waiting]} == {"abort"}
+    assert last.finish_reason is None
+    assert driver.call(AbortRequests(abort_all=True)).result["aborted"] == [{"request_id": "id2", "num_output_tokens": len(last.tokens)}]
+    assert driver.call(AbortRequests(abort_all=True)).result == {"aborted": [], "not_found": []}
+    assert call_code(driver, AbortRequests()) == 400
+    driver.run()
+    driver.assert_idle()
+
+
+# -- weights ----------------------------------------------------------------------------------------
+
+
+def test_an_update_needs_a_pause() -> None:
+    driver = Driver()
+    busy(driver)
+    assert call_code(driver, UpdateWeights(version="v2")) == 409
+    assert call_code(driver, UpdateWeightsFromTensors(path="/dev/shm/x")) == 409
+    driver.run()
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_an_update_never_meets_old_kv(overlap: bool, mode: str) -> None:
+    driver = Driver(overlap=overlap)
+    before = driver.add_and_run(prompt(5, 30), max_tokens=4)
+    assert before.weight_version == "default"
+    received = busy(driver)
+    driver.call(Pause(mode=mode))  # type: ignore[arg-type]
+    result = driver.call(UpdateWeights(model_path="/models/b", version="v2")).result
+    assert result == {"weight_version": "v2", "previous_weight_version": "default"}
+    assert driver.core.weight_version == "v2"
+    driver.call(Resume())
+    after = driver.add_and_run(prompt(5, 30), max_tokens=4)
+    # The worker has checked that every position's KV is of the new weights.
+    assert after.num_cached == 0
+    assert after.weight_version == "v2"
+    assert_right(after, driver.worker.weights)
+    assert all(one.finish_reason == "length" for one in received)
+    driver.assert_idle()
+
+
+def test_keep_kv_goes_on_over_old_kv_and_hides_it_from_others() -> None:
+    driver = Driver(enable_prefix_caching=True, num_blocks=64)
+    kept = driver.add(prompt(5, 30), max_tokens=40, ignore_eos=True)
+    for _ in range(6):
+        driver.turn()
+    driver.call(Pause(mode="in_place"))
+    counts = driver.core.metrics.counters["recomputed_tokens"]
+    assert call_code(driver, UpdateWeights(keep_kv=True)) == 200
+    driver.worker.check_weights = False
+    driver.call(Resume())
+    driver.run()
+    assert kept.finish_reason == "length"
+    assert driver.core.metrics.counters["recomputed_tokens"] == counts
+    driver.worker.check_weights = True
+    again = driver.add_and_run(prompt(5, 30) + kept.tokens, max_tokens=4)
+    assert again.num_cached == 0
+
+
+def test_a_failed_update_changes_nothing() -> None:
+    driver = Driver(tensor_parallel_size=2)
+    received = busy(driver)
+    driver.call(Pause(mode="in_place"))
+    driver.worker.refuse["prepare_weights"] = (400, "/nonexistent/weights is not a directory")
+    response = driver.call(UpdateWeights(model_path="/nonexistent/weights", version="v3"))
+    assert response.error is not None
+    assert response.error.code == 400
+    assert "/nonexistent/weights" in response.error.message
+    assert "rank 0" in response.error.message
+    assert driver.core.weight_version == "default"
+    assert driver.worker.prepared is None
+    driver.call(Resume())
+    driver.run()
+    for one in received:
+        assert_right(one)
+
+
+def test_half_an_update_stops_everything_until_one_succeeds() -> None:
+    driver = Driver()
+    driver.call(Pause())
+    driver.worker.refuse["commit_weights"] = (500, "out of memory")
+    assert call_code(driver, UpdateWeights()) == 500
+    assert call_code(driver, Resume()) == 409
+    driver.worker.refuse.clear()
+    assert call_code(driver, UpdateWeights()) == 200
+    assert call_code(driver, Resume()) == 200
+
+
+def test_updates_survive_a_crash_of_the_workers() -> None:
+    driver = Driver()
+    driver.call(Pause())
+    driver.call(UpdateWeights(model_path="/models/b"))
+    driver.call(UpdateWeightsFromTensors(path="/dev/shm/delta", version="v9"))
+    expected = driver.worker.weights
+    driver.call(Resume())
+    received = busy(driver)
+    driver.crash()
+    driver.run()
+    assert driver.worker.weights == expected
+    for one in received:
+        assert_right(one, expected)
+        assert one.weight_version == "v9"
+
+
+def test_weights_that_can_not_be_restored_are_not_served() -> None:
+    driver = Driver()
+    driver.call(Pause())
+    driver.call(UpdateWeightsFromTensors(path="/dev/shm/delta"))
+    driver.call(Resume())
+    received = busy(driver)
+    refuse = {"prepare_weights": (400, "/dev/shm/delta is gone")}
+    driver.published.clear()
+    driver.core.workers_lost()
+    driver.worker = driver.new_worker()
+    driver.worker.refuse = dict(refuse)
+    driver.core.workers_restarted(driver.num_blocks)
+    driver.run()
+    assert driver.core.is_paused
+    response = driver.call(Resume())
+    assert response.error is not None
+    assert response.error.code == 409
+    assert "/dev/shm/delta is gone" in response.error.message
+    driver.worker.refuse.clear()
+    assert call_code(driver, UpdateWeights(model_path="/models/c")) == 200
+    assert call_code(driver, Resume()) == 200
+    driver.run()
+    assert all(one.finish_reason == "length" for one in received)
+
+
+def test_state_changes_during_an_update_wait_for_it_and_others_do_not() -> None:
+    driver = Driver()
+    driver.call(Pause())
+    update = driver.control(UpdateWeights(version="v2"))
+    resume = driver.control(Resume())
+    second = driver.control(UpdateWeights(version="v3"))
+    paused = driver.control(IsPaused())
+    checksum = driver.control(WeightsChecksum())
+    assert code(driver, update) is None
+    assert driver.responses[paused].result == {"is_paused": True}
+    driver.run()
+    assert [code(driver, one) for one in (update, resume, second, checksum)] == [200, 200, 409, 200]
+    assert driver.core.weight_version == "v2"
+
+
+def test_an_update_that_takes_too_long_is_given_up_before_the_commit() -> None:
+    driver = Driver()
+    driver.call(Pause())
+    update = driver.control(UpdateWeights(version="v2", timeout_s=1.0))
+    (prepare,) = driver.core.take_commands()
+    driver.time += 2
+    driver.core.expire()
+    driver.deliver()
+    assert code(driver, update) == 504
+    driver.core.process_reply(driver.worker.reply(prepare))
+    driver.run()
+    assert driver.core.weight_version == "default"
+    assert driver.worker.prepared is None
+    assert call_code(driver, UpdateWeights(version="v4")) == 200
+
+
+def test_checksums_come_from_every_rank() -> None:
+    driver = Driver(tensor_parallel_size=2)
+    assert driver.call(WeightsChecksum()).result["checksums"] == ["00000001", "00000001"]
+
+
+# -- sleep ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tags", [("weight", "kv_cache"), ("kv_cache",), ("weight",)])
+def test_sleep_pauses_and_wakeup_resumes(overlap: bool, tags: tuple[str, ...]) -> None:
+    driver = Driver(overlap=overlap)
+    received = busy(driver)
+    assert driver.call(Sleep(tags=tags)).result == {"sleeping": sorted(tags)}  # type: ignore[arg-type]
+    assert driver.core.is_sleeping
+    assert is_paused(driver)
+    assert call_code(driver, Sleep(tags=tags)) == 200  # type: ignore[arg-type]
+    assert call_code(driver, Resume()) == 409
+    late = driver.add_and_run(prompt(8, 4), max_tokens=3)
+    assert not late.tokens
+    assert driver.call(Wakeup()).result == {"sleeping": []}
+    assert call_code(driver, Wakeup()) == 200
+    driver.run()
+    for one in [*received, late]:
+        assert_right(one)
+
+
+def test_waking_up_in_parts_and_updating_in_between() -> None:
+    driver = Driver()
+    busy(driver)
+    driver.call(Sleep())
+    assert call_code(driver, UpdateWeights()) == 409
+    assert driver.call(Wakeup(tags=("weight",))).result == {"sleeping": ["kv_cache"]}
+    assert is_paused(driver)
+    assert call_code(driver, UpdateWeights(version="v2")) == 200
+    driver.call(Wakeup(tags=("kv_cache",)))
+    assert not is_paused(driver)
+    driver.run()
+    driver.assert_idle()
+
+
+def test_unknown_tags_are_a_400_and_change_nothing() -> None:
+    driver = Driver()
+    assert call_code(driver, Sleep(tags=("unknown",))) == 400  # type: ignore[arg-type]
+    assert call_code(driver, Wakeup(tags=())) == 400
+    assert not is_paused(driver)
+
+
+def test_a_sleep_that_fails_leaves_the_engine_running() -> None:
+    driver = Driver()
+    received = busy(driver)
+    driver.worker.refuse["sleep"] = (500, "can't unmap")
+    assert call_code(driver, Sleep()) == 500
+    assert not driver.core.is_sleeping
+    driver.run()
+    for one in received:
+        assert_right(one)
+
+
+def test_a_crash_while_asleep_ends_asleep() -> None:
+    driver = Driver()
+    driver.call(Sleep())
+    driver.crash()
+    driver.run()
+    assert driver.worker.asleep == {"weight", "kv_cache"}
+    driver.call(Wakeup())
+    assert_right(driver.add_and_run(prompt(1, 5), max_tokens=4))
+
+
+# -- the rest ---------------------------------------------------------------------------------------
+
+
+def test_flush_cache_forgets_everything(overlap: bool) -> None:
+    driver = Driver(overlap=overlap)
+    driver.add_and_run(prompt(1, 30), max_tokens=2)
+    received = busy(driver, count=2)
+    assert driver.call(FlushCache()).result["num_flushed_blocks"] >= 3
+    one = driver.add_and_run(prompt(1, 30), max_tokens=2)
+    assert one.num_cached == 0
+    for kept in received:
+        assert_right(kept)
+    driver.assert_idle()
+
+
+def test_tools_reach_every_rank_while_steps_run() -> None:
+    driver = Driver(tensor_parallel_size=2)
+    received = busy(driver)
+    ids = [driver.control(command) for command in (Profile(action="start"), SetLogLevel(level="INFO"), WeightsChecksum())]
+    driver.run()
+    assert [code(driver, one) for one in ids] == [200, 200, 200]
+    for one in received:
+        assert_right(one)
+
+
+def test_workers_that_die_fail_outstanding_commands() -> None:
+    driver = Driver()
+    driver.call(Pause())
+    update = driver.control(UpdateWeights())
+    checksum = driver.control(WeightsChecksum())
+    driver.core.workers_lost()
+    driver.deliver()
+    assert (code(driver, update), code(driver, checksum)) == (503, 503)
+    while_down = driver.control(WeightsChecksum())
+    assert code(driver, while_down) == 503
+    driver.core.workers_restarted(driver.num_blocks)
+    assert call_code(driver, Resume()) == 200
+
+
+def test_a_pause_is_complete_when_the_workers_die() -> None:
+    driver = Driver()
+    received = busy(driver)
+    driver.publish()
+    pause = driver.control(Pause(mode="in_place"))
+    driver.crash()
+    driver.deliver()
+    assert code(driver, pause) == 200
+    driver.call(Resume())
+    driver.run()
+    for one in received:
+        assert_right(one)
+
+
+def test_server_info_and_metrics() -> None:
+    driver = Driver(served_model_name="tiny", api_key="secret")
+    busy(driver, count=3, turns=50)
+    info = driver.call(GetServerInfo()).result
+    assert info["config"]["max_num_seqs"] == 8
+    assert "secret" not in str(info)
+    text = driver.call(GetMetrics()).result["text"]
+    for line in (
+        'fastengine:num_requests_running{model_name="tiny"} 0.0',
+        'fastengine:request_success_total{finished_reason="length",model_name="tiny"} 3.0',
+        'fastengine:generation_tokens_total{model_name="tiny"} 120.0',
+        'fastengine:available_gpu_block_num{model_name="tiny"} 32.0',
+        'fastengine:time_per_output_token_seconds_count{model_name="tiny"} 117.0',
+        'fastengine:e2e_request_latency_seconds_bucket{le="600.0",model_name="tiny"} 3.0',
+    ):
+        assert line in text
