@@ -91,12 +91,11 @@ class WorkerGroup:
             return f"the launcher ended with code {code}; its log ends with:\n{launcher_tail}"
         return "a worker process was killed from outside (no error in its log)"
 
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Wait for ranks that were told to shut down, then kill what is left and detach."""
+    def wait_for_ranks(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Let ranks that were told to shut down end by themselves."""
         deadline = time.monotonic() + timeout_s
         for fd in self._rank_fds.values():
             _wait_exit(fd, deadline - time.monotonic())
-        self.kill()
 
     def kill(self) -> None:
         """End every process of the group now and delete its shared memory."""

@@ -95,8 +95,7 @@ class EngineService:
             self._set_status(state="failed", message=str(failure))
             raise
         finally:
-            if self._group is not None:
-                self._group.kill()
+            self._end_group()
             self._outbox.close()
             self._intake.close()
             self._bell.close()
@@ -312,7 +311,7 @@ class EngineService:
             elif isinstance(decoded, StepResult) and self._core is not None:
                 self._core.process_result(decoded)
         reason = group.explain_death()
-        group.kill()
+        self._end_group()
         self._plan_times.clear()
         self._undelivered.clear()
         if self._core is None:
@@ -367,7 +366,11 @@ class EngineService:
         if self._core is not None:
             self._core.abort_everything()
             self._deliver()
-        assert self._group is not None
-        if self._serving:
+        if self._group is not None and self._serving:
             self._send_command(WorkerCommand(command_id=INIT_CACHE_ID, name="shutdown"))
-            self._group.stop()
+            self._group.wait_for_ranks()
+
+    def _end_group(self) -> None:
+        if self._group is not None:
+            self._group.kill()
+            self._group = None

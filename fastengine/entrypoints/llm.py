@@ -144,7 +144,7 @@ class LLM:
         """Answer one conversation, or each of several, through the model's chat template."""
         if self._template is None:
             raise ValueError(f"{self.config.model.model} has no chat template: give one with chat_template=FILE, or call generate()")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         requests = []
         for conversation in conversations:
             text = self._template.render(list(conversation), add_generation_prompt=add_generation_prompt, **template_values)
@@ -256,7 +256,7 @@ class LLM:
         """What the engine sends, as it comes. Raises EngineDied, or TimeoutError naming ``awaited``."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            left_ms = None if deadline is None else int(max(0.0, deadline - time.monotonic()) * 1000) + 1
             ready = dict(self._poller.poll(left_ms))
             if not ready:
                 raise TimeoutError(f"no {awaited} within {timeout_s} s")

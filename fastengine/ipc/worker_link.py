@@ -116,8 +116,15 @@ class EngineBell:
         self._bell = Bell(runtime_dir / ENGINE_BELL)
         self._ringer = BellRinger(runtime_dir / ENGINE_BELL)
 
+    def fileno(self) -> int:
+        """For a poll over the bell and other descriptors; call :meth:`clear` when it is readable."""
+        return self._bell.fileno()
+
     def wait(self, timeout_s: float | None) -> bool:
         return self._bell.wait(timeout_s)
+
+    def clear(self) -> None:
+        self._bell.clear()
 
     def ring(self) -> None:
         """Wake the loop from another thread of the engine."""
