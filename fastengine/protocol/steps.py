@@ -90,8 +90,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", array_like=True, kw_
 class WorkerCommand(msgspec.Struct, frozen=True, tag="command", array_like=True, kw_only=True):
     """Anything that is not a step, in order with the steps; every rank answers with a WorkerReply.
 
-    ``name`` is one of ``init_cache, load_weights, update_tensors, checksum, sleep, wakeup, profile,
-    log_level, ping, shutdown``; the arguments of each are documented at its handler in the worker.
+    ``name`` is one of ``init_cache, prepare_weights, commit_weights, discard_weights, load_weights,
+    update_tensors, checksum, sleep, wakeup, profile, log_level, ping, shutdown``; the arguments of each are documented at its handler in the worker.
     """
 
     command_id: int

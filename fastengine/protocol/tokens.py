@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable
 
 import numpy as np
@@ -11,6 +13,8 @@ TOKEN_DTYPE = np.dtype("<i4")
 
 def pack_token_ids(token_ids: Iterable[int] | np.ndarray) -> bytes:
     """Token ids as little-endian int32 bytes."""
+    if isinstance(token_ids, list) and sys.byteorder == "little":
+        return array("i", token_ids).tobytes()  # several times faster than numpy for the short columns of a plan
     if isinstance(token_ids, np.ndarray):
         return np.ascontiguousarray(token_ids, dtype=TOKEN_DTYPE).tobytes()
     return np.fromiter(token_ids, dtype=TOKEN_DTYPE).tobytes()

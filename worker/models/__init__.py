@@ -1,0 +1,1 @@
+"""Model families: wiring and weight names only; the layers do the work."""

@@ -1,0 +1,186 @@
+"""What a worker does beside steps: one handler per command, named as in WorkerCommand.
+
+A handler takes the command's ``args`` and returns the reply's ``result``. What it raises becomes the
+reply's ``error``: WeightsError, ModelFileError and ValueError with code 400, MemoryAsleep with 409 and
+OSError with 500, and the worker goes on. Anything else is a defect and ends the rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from fastengine.protocol.steps import WorkerCommand, WorkerReply
+from fastengine.worker.memory import rss_bytes
+from fastengine.worker.model_host import ModelHost
+from fastengine.worker.sleeping import KV_CACHE, WEIGHT, MemoryAsleep, Sleeper
+from fastengine.worker.weight_updates import WeightUpdates
+
+Args = dict[str, Any]
+Result = dict[str, Any]
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+class CommandHandlers:
+    """The handlers and what they keep between commands."""
+
+    def __init__(self, host: ModelHost):
+        self._host = host
+        self._updates = WeightUpdates(host)
+        self._sleeper = Sleeper(host)
+        self._profiler: paddle.profiler.Profiler | None = None
+        self.stopping = False
+        self._handlers: dict[str, Callable[[Args], Result]] = {
+            "init_cache": self.init_cache,
+            "load_weights": self.load_weights,
+            "prepare_weights": self.prepare_weights,
+            "commit_weights": self.commit_weights,
+            "discard_weights": self.discard_weights,
+            "update_tensors": self.update_tensors,
+            "checksum": self.checksum,
+            "sleep": self.sleep,
+            "wakeup": self.wakeup,
+            "profile": self.profile,
+            "log_level": self.log_level,
+            "ping": self.ping,
+            "shutdown": self.shutdown,
+        }
+
+    def handle(self, command: WorkerCommand) -> WorkerReply:
+        """The reply to ``command``; raises only what ends the rank."""
+        rank = self._host.tp.rank
+
+        def failed(error: Exception, code: int) -> WorkerReply:
+            return WorkerReply(command_id=command.command_id, rank=rank, error=str(error) or type(error).__name__, error_code=code)
+
+        handler = self._handlers.get(command.name)
+        if handler is None:
+            return failed(ValueError(f"no such command: {command.name}"), 400)
+        try:
+            return WorkerReply(command_id=command.command_id, rank=rank, result=handler(command.args))
+        except MemoryAsleep as error:
+            return failed(error, 409)
+        except ValueError as error:
+            return failed(error, 400)
+        except OSError as error:
+            return failed(error, 500)
+
+    def require_awake(self) -> None:
+        """Raises MemoryAsleep unless a step can run."""
+        self._sleeper.require_awake(WEIGHT, KV_CACHE)
+
+    def init_cache(self, args: Args) -> Result:
+        """``{num_blocks, num_host_blocks?}``: take the KV memory and empty the batch. Result: ``{bytes}``."""
+        self._sleeper.require_awake(KV_CACHE)
+        num_blocks, num_host_blocks = int(args["num_blocks"]), int(args.get("num_host_blocks", 0))
+        if num_blocks < 1 or num_host_blocks < 0:
+            raise ValueError(f"num_blocks must be at least 1 and num_host_blocks not negative, got {num_blocks} and {num_host_blocks}")
+        self._host.init_cache(num_blocks, num_host_blocks)
+        return {"bytes": self._host.cache.nbytes if self._host.cache is not None else 0}
+
+    def prepare_weights(self, args: Args) -> Result:
+        """``{source?, path?, format?, verify_checksum?}``: check new weights, touching nothing.
+
+        ``source`` checkpoint (default): a model's files, ``path`` absent or None meaning the served one;
+        tensors: a safetensors file with some of the model's tensors under their Hugging Face names.
+        Result: ``{source}``. A refusal by one rank is one by all.
+        """
+        self._sleeper.require_awake(WEIGHT)
+        source, path, checksum = args.get("source", "checkpoint"), args.get("path"), args.get("verify_checksum")
+        if source == "checkpoint":
+            return {"source": self._updates.prepare(path, args.get("format") or "auto", checksum)}
+        if source != "tensors" or not path or checksum is not None:
+            raise ValueError(f"source {source!r} with path {path!r}: tensors need a path and take no checksum; checkpoint is the other source")
+        return {"source": self._updates.prepare_tensors(path)}
+
+    def commit_weights(self, args: Args) -> Result:
+        """``{}``: copy what was prepared into place. Result: ``{num_tensors, load_s}``."""
+        self._sleeper.require_awake(WEIGHT)
+        return self._commit()
+
+    def discard_weights(self, args: Args) -> Result:
+        """``{}``: forget what was prepared, if anything."""
+        self._updates.discard()
+        return {}
+
+    def load_weights(self, args: Args) -> Result:
+        """``{model_path?, format?, verify_checksum?}``: a model's files, both phases at once: all ranks or none."""
+        prepared = {"path": args.get("model_path"), "format": args.get("format"), "verify_checksum": args.get("verify_checksum")}
+        return {**self.prepare_weights(prepared), **self._commit()}
+
+    def update_tensors(self, args: Args) -> Result:
+        """``{path}``: single tensors, both phases at once: all ranks or none."""
+        return {**self.prepare_weights({"source": "tensors", "path": args.get("path")}), **self._commit()}
+
+    def checksum(self, args: Args) -> Result:
+        """``{}``: the weights' hash, the same on every rank and for any number of ranks. Result: ``{checksum}``."""
+        self._sleeper.require_awake(WEIGHT)
+        return {"checksum": self._updates.checksum()}
+
+    def sleep(self, args: Args) -> Result:
+        """``{tags?}`` of weight and kv_cache (default both): give memory back. Result: ``{rss_bytes, released_bytes, asleep}``."""
+        return self._sleeper.sleep(args.get("tags") or (WEIGHT, KV_CACHE))
+
+    def wakeup(self, args: Args) -> Result:
+        """``{tags?}``: take it again, weights bit for bit, KV empty. Result: ``{rss_bytes, asleep}``."""
+        return self._sleeper.wakeup(args.get("tags") or (WEIGHT, KV_CACHE))
+
+    def profile(self, args: Args) -> Result:
+        """``{action: start|stop, output_dir}``: Paddle's profiler; stop writes a Chrome trace per rank. Result: ``{output_dir}``."""
+        if args.get("action") == "start":
+            return self._start_profile(args.get("output_dir"))
+        if args.get("action") == "stop":
+            return self._stop_profile()
+        raise ValueError(f"action must be start or stop, got {args.get('action')!r}")
+
+    def log_level(self, args: Args) -> Result:
+        """``{level}``: DEBUG, INFO, WARNING or ERROR."""
+        level = args.get("level")
+        if level not in LOG_LEVELS:
+            raise ValueError(f"level must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
+        logging.getLogger("fastengine").setLevel(level)
+        return {"level": level}
+
+    def ping(self, args: Args) -> Result:
+        """``{}``: proof that the loop turns. Result: ``{pid, rss_bytes}``."""
+        return {"pid": os.getpid(), "rss_bytes": rss_bytes()}
+
+    def shutdown(self, args: Args) -> Result:
+        """``{}``: leave the loop after this reply."""
+        self.stopping = True
+        return {}
+
+    def _commit(self) -> Result:
+        try:
+            return self._updates.commit()
+        except OSError as error:
+            raise RuntimeError(f"weights are half replaced: {error}") from error
+
+    def _start_profile(self, output_dir: str | None) -> Result:
+        if self._profiler is not None:
+            raise ValueError("a profile is being taken already")
+        if not output_dir:
+            raise ValueError("output_dir: a directory is needed")
+        directory = Path(output_dir) / f"rank-{self._host.tp.rank}"
+        directory.mkdir(parents=True, exist_ok=True)
+        targets = [paddle.profiler.ProfilerTarget.CPU]
+        if self._host.device == "gpu":
+            targets.append(paddle.profiler.ProfilerTarget.GPU)
+        self._profiler = paddle.profiler.Profiler(
+            targets=targets,
+            on_trace_ready=paddle.profiler.export_chrome_tracing(str(directory)),
+        )
+        self._profiler.start()
+        return {"output_dir": str(directory)}
+
+    def _stop_profile(self) -> Result:
+        if self._profiler is None:
+            raise ValueError("no profile is being taken")
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        return {}

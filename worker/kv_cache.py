@@ -1,0 +1,114 @@
+"""Paged KV memory: per layer a key and a value pool of blocks, and host blocks to swap with.
+
+::
+
+    key, value     [num_blocks, kv_heads, block_size, head_dim]      one pair per layer
+    host           the same with num_host_blocks, on the host
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import paddle
+
+from fastengine.config import CacheConfig
+from fastengine.worker.memory import BYTES_PER_ELEMENT, Storage, free_host_bytes
+
+CPU_SHARE_OF_FREE_MEMORY = 0.25
+CPU_MAX_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one rank keeps for one block of tokens."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Keys and values of all layers."""
+        elements = self.num_layers * self.num_kv_heads * self.block_size * self.head_dim
+        return 2 * elements * BYTES_PER_ELEMENT[self.dtype]
+
+    def pool(self, num_blocks: int) -> tuple[int, int, int, int]:
+        return (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    key: Storage
+    value: Storage
+
+
+class KVCache:
+    """Owns the pools of all layers. The engine alone decides what is in which block."""
+
+    def __init__(self, shape: KVShape, num_blocks: int, num_host_blocks: int, device: str):
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+
+        def layer_pools(blocks: int, where: str) -> list[LayerCache]:
+            pool = shape.pool(blocks)
+            return [LayerCache(Storage(pool, shape.dtype, where), Storage(pool, shape.dtype, where)) for _ in range(shape.num_layers)]
+
+        self.layers = layer_pools(num_blocks, device)
+        self.host_layers = layer_pools(num_host_blocks, "cpu") if num_host_blocks else []
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory, zeroed; on a CPU pages are used as blocks are first written."""
+        for storage in self._storages():
+            storage.allocate()
+
+    def drop(self) -> None:
+        """Give all of it back: whatever was cached is gone."""
+        for storage in self._storages():
+            storage.drop()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in self._storages())
+
+    def swap_out(self, pairs: np.ndarray) -> None:
+        """Copy blocks to the host: ``int32[n, 2]`` of (device block, host block)."""
+        for layer, host in zip(self.layers, self.host_layers, strict=True):
+            _copy_blocks(layer, pairs[:, 0], host, pairs[:, 1])
+
+    def swap_in(self, pairs: np.ndarray) -> None:
+        """Copy blocks back: ``int32[n, 2]`` of (host block, device block)."""
+        for layer, host in zip(self.layers, self.host_layers, strict=True):
+            _copy_blocks(host, pairs[:, 0], layer, pairs[:, 1])
+
+    def _storages(self) -> list[Storage]:
+        return [storage for layer in (*self.layers, *self.host_layers) for storage in (layer.key, layer.value)]
+
+
+def _copy_blocks(source: LayerCache, source_ids: np.ndarray, target: LayerCache, target_ids: np.ndarray) -> None:
+    for read, write in ((source.key, target.key), (source.value, target.value)):
+        write.copy_rows_from(read, source_ids, target_ids)
+
+
+def blocks_that_fit(config: CacheConfig, shape: KVShape, device: str, num_ranks: int, most_useful: int) -> int:
+    """Number of blocks by this rank's own measure, at most ``most_useful``.
+
+    On a CPU the ranks share the host, so each takes its part of a quarter of the free memory (at most
+    4 GiB together); on a GPU what ``gpu_memory_utilization`` leaves beside what this process holds. ``kv_cache_memory_gib`` (per rank)
+    overrides both.
+    """
+    if shape.bytes_per_block == 0:
+        return most_useful
+    if config.kv_cache_memory_gib is not None:
+        budget = int(config.kv_cache_memory_gib * (1 << 30))
+    elif device == "gpu":
+        total = paddle.device.cuda.get_device_properties().total_memory
+        budget = int(total * config.gpu_memory_utilization) - paddle.device.cuda.memory_reserved()
+    else:
+        budget = int(min(free_host_bytes() * CPU_SHARE_OF_FREE_MEMORY, CPU_MAX_BYTES)) // num_ranks
+    return max(0, min(budget // shape.bytes_per_block, most_useful))

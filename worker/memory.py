@@ -1,0 +1,150 @@
+"""Memory that tensors live in: taken when asked, really given back when dropped.
+
+On a CPU a :class:`Storage` is an anonymous mapping which a Paddle tensor and a numpy array share
+without a copy: unused pages cost nothing, writes need no Paddle kernel, and dropping it returns the
+pages to the system at once, whatever Paddle's allocator caches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import paddle
+
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+# What numpy calls an element: it has no bfloat16, whose bits it holds as integers.
+NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.int16), "float16": np.dtype(np.float16)}
+Index = tuple[slice, ...]
+
+
+def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 ``values`` as elements of ``dtype``, rounded to nearest even (bfloat16: as int16 bits)."""
+    if dtype != "bfloat16":
+        return values.astype(NUMPY_DTYPES[dtype], copy=False)
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16).view(np.int16)
+
+
+class Storage:
+    """A tensor of fixed shape and dtype whose memory can be dropped and taken again.
+
+    ``tensor`` is None while dropped; who computes must look it up at every call.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, device: str):
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.tensor: paddle.Tensor | None = None
+        self._array: np.ndarray | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BYTES_PER_ELEMENT[self.dtype]
+
+    def allocate(self) -> None:
+        """Take the memory, zeroed. Nothing happens if it is held already."""
+        if self.tensor is not None:
+            return
+        if self.device == "gpu":
+            self.tensor = paddle.zeros(self.shape, dtype=self.dtype)
+            return
+        memory = mmap.mmap(-1, max(self.nbytes, 1))
+        self._array = np.frombuffer(memory, dtype=NUMPY_DTYPES[self.dtype], count=math.prod(self.shape)).reshape(self.shape)
+        tensor = paddle.from_dlpack(self._array)
+        self.tensor = tensor.view("bfloat16") if self.dtype == "bfloat16" else tensor
+
+    def drop(self) -> None:
+        self.tensor = None
+        self._array = None
+
+    def write(self, index: Index, values: np.ndarray) -> None:
+        """Store float32 ``values`` (rounded to the dtype) at ``index``, in place."""
+        if self._array is not None:
+            self._array[index] = to_bits(values, self.dtype)
+        else:
+            assert self.tensor is not None, "write to dropped storage"
+            self.tensor[index] = paddle.to_tensor(np.ascontiguousarray(values)).astype(self.dtype)
+
+    def bits(self, index: Index) -> np.ndarray:
+        """The elements at ``index`` as unsigned integers of the element's width; on a CPU a view."""
+        if self._array is not None:
+            array = self._array[index]
+        else:
+            assert self.tensor is not None, "read of dropped storage"
+            array = self.tensor[index].numpy()
+        return array.view(np.uint32 if array.dtype.itemsize == 4 else np.uint16)
+
+    def copy_rows_from(self, source: Storage, source_ids: np.ndarray, ids: np.ndarray) -> None:
+        """``self[ids] = source[source_ids]`` along the first dimension, in place; devices may differ."""
+        if self._array is not None and source._array is not None:
+            self._array[ids] = source._array[source_ids]
+            return
+        assert self.tensor is not None, "copy to dropped storage"
+        assert source.tensor is not None, "copy from dropped storage"
+        rows = paddle.index_select(source.tensor, paddle.to_tensor(source_ids, place=source.tensor.place), axis=0)
+        paddle.scatter_(self.tensor, paddle.to_tensor(ids, place=self.tensor.place), rows.to(self.tensor.place))
+
+    def save(self, fd: int) -> None:
+        """Append the raw bytes to an open file."""
+        data = memoryview(np.ascontiguousarray(self.bits(full_index(self.shape)))).cast("B")
+        while data:
+            data = data[os.write(fd, data[: 1 << 28]) :]
+
+    def restore(self, fd: int, offset: int) -> int:
+        """Fill from the bytes that :meth:`save` wrote at ``offset``; returns where they end."""
+        if self._array is not None:
+            _read_exactly(fd, memoryview(self._array.view(np.uint8)).cast("B"), offset)
+        else:
+            assert self.tensor is not None, "restore of dropped storage"
+            raw = np.empty(self.shape, dtype=np.uint32 if BYTES_PER_ELEMENT[self.dtype] == 4 else np.uint16)
+            _read_exactly(fd, memoryview(raw.view(np.uint8)).cast("B"), offset)
+            same_width = {"float32": "float32", "bfloat16": "int16", "float16": "float16"}[self.dtype]
+            self.tensor[...] = paddle.to_tensor(raw.view(NUMPY_DTYPES[self.dtype]), dtype=same_width).view(self.dtype)
+        return offset + self.nbytes
+
+
+def full_index(shape: tuple[int, ...]) -> Index:
+    return (slice(None),) * len(shape)
+
+
+def _read_exactly(fd: int, into: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(fd, [into[done : done + (1 << 28)]], offset + done)
+        if count == 0:
+            raise OSError(f"the saved copy ends at byte {offset + done}, {len(into) - done} bytes early")
+        done += count
+
+
+def return_free_memory() -> None:
+    """Hand back to the system what the C allocator and Paddle cache."""
+    if paddle.device.is_compiled_with_cuda():
+        paddle.device.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
+    if trim is not None:
+        trim(0)
+
+
+def rss_bytes() -> int:
+    """This process's resident memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def free_host_bytes() -> int:
+    """Memory that can be had without swapping: the system's, or the control group's if that is less."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+            break
+    else:
+        raise OSError("/proc/meminfo has no MemAvailable line")
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available

@@ -1,0 +1,170 @@
+"""One step: a plan's differences into the persistent batch, a forward pass, tokens out.
+
+The runner keeps the bookkeeping; an executor does the computing. Real models run in
+:class:`ModelExecutor`; :class:`NullExecutor` computes nothing, so that everything around a model can be
+measured.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import paddle
+
+from fastengine.protocol.steps import RowError, SlotLogprobs, StepPlan, StepResult
+from fastengine.worker.batch import INTERNAL, PersistentBatch, StepRows, int32
+from fastengine.worker.kv_cache import KVCache
+from fastengine.worker.models.llama import LlamaForCausalLM
+from fastengine.worker.sampler import Sampler, top_logprobs
+from fastengine.worker.sampling_table import SamplingTable
+
+NULL_TOKEN = 5
+# Rows of logits computed at a time for prompt log-probabilities: they are the widest tensors there are.
+PROMPT_LOGPROB_ROWS = 128
+
+
+@dataclass
+class Executed:
+    """``token_ids[i]`` is the token of the i-th sampling row."""
+
+    token_ids: np.ndarray
+    logprobs: list[SlotLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[SlotLogprobs] = field(default_factory=list)
+    bad_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # indices of sampling rows without a usable token
+    forward_us: int = 0
+    sample_us: int = 0
+
+
+class Executor(Protocol):
+    def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
+        """Compute all ``rows`` and a token for ``rows.slots[sampling]``."""
+
+    def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
+        """Move KV blocks: ``int32[n, 2]`` pairs of (source, target)."""
+
+
+class NullExecutor:
+    """Every row that samples yields the same token at once."""
+
+    def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
+        return Executed(np.full(sampling.size, NULL_TOKEN, dtype=np.int32))
+
+    def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
+        """There are no blocks to move."""
+
+
+class ModelExecutor:
+    """Forward pass over the paged cache, logits of the rows that need them, sampling."""
+
+    def __init__(self, model: LlamaForCausalLM, cache: KVCache, batch: PersistentBatch, table: SamplingTable):
+        self._model = model
+        self._cache = cache
+        self._batch = batch
+        self._table = table
+        self._sampler = Sampler(table, batch)
+
+    def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
+        started = time.perf_counter_ns()
+        hidden = self._model.forward(self._batch.inputs(rows), self._cache)
+        prompt_logprobs = self._prompt_logprobs(hidden, rows)
+        if sampling.size == 0:
+            return Executed(np.empty(0, np.int32), prompt_logprobs=prompt_logprobs, forward_us=_us_since(started))
+        last_tokens = np.cumsum(rows.lengths)[sampling] - 1
+        if last_tokens.size != hidden.shape[0]:
+            hidden = paddle.index_select(hidden, paddle.to_tensor(last_tokens))
+        logits = self._model.logits(hidden)
+        finite = np.isfinite(hidden.sum(axis=-1).numpy())  # waits for the forward pass
+        sampled = time.perf_counter_ns()
+        slots = rows.slots[sampling]
+        token_ids = self._sampler.sample(logits, slots)
+        logprobs = self._sampler.logprobs(logits, slots, token_ids)
+        return Executed(token_ids, logprobs, prompt_logprobs, np.flatnonzero(~finite), (sampled - started) // 1000, _us_since(sampled))
+
+    def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
+        if swap_out.size:
+            self._cache.swap_out(swap_out)
+        if swap_in.size:
+            self._cache.swap_in(swap_in)
+
+    def _prompt_logprobs(self, hidden: paddle.Tensor, rows: StepRows) -> list[SlotLogprobs]:
+        """Log-probabilities of the prompt tokens that follow the positions this step computed."""
+        chunks = np.arange(rows.num_decodes, rows.slots.size)
+        found = []
+        for row in chunks[self._table.num_prompt_logprobs[rows.slots[chunks]] >= 0].tolist():
+            slot, start = int(rows.slots[row]), int(rows.starts[row])
+            stop = min(start + int(rows.lengths[row]), int(self._batch.num_prompt[slot]) - 1)
+            if stop > start:
+                first = int(rows.lengths[:row].sum())
+                entries = self._logprobs_of_next(hidden[first : first + stop - start], slot, start)
+                found.append(SlotLogprobs(slot, entries))
+        return found
+
+    def _logprobs_of_next(self, hidden: paddle.Tensor, slot: int, start: int) -> list:
+        entries = []
+        wanted = self._table.num_prompt_logprobs[slot]
+        for done in range(0, hidden.shape[0], PROMPT_LOGPROB_ROWS):
+            part = hidden[done : done + PROMPT_LOGPROB_ROWS]
+            count = part.shape[0]
+            next_ids = self._batch.tokens[slot, start + done + 1 : start + done + 1 + count]
+            entries += top_logprobs(self._model.logits(part), next_ids, np.full(count, wanted))
+        return entries
+
+
+class ModelRunner:
+    """Owns the persistent batch and turns a plan into a result."""
+
+    def __init__(self, batch: PersistentBatch, table: SamplingTable, executor: Executor):
+        self._batch = batch
+        self._table = table
+        self._executor = executor
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Apply ``plan`` and compute it. A sequence that can't go on becomes a RowError; the others run."""
+        errors = self._apply(plan)
+        self._executor.swap(int32(plan.swap_out).reshape(-1, 2), int32(plan.swap_in).reshape(-1, 2))
+        rows, row_errors = self._batch.rows(plan)
+        errors += row_errors
+        if rows.slots.size == 0:
+            return StepResult(step_id=plan.step_id, errors=errors)
+        sampling = np.flatnonzero(rows.starts + rows.lengths == self._batch.num_tokens[rows.slots])
+        executed = self._executor.execute(rows, sampling)
+        slots, token_ids = rows.slots[sampling], executed.token_ids
+        if executed.bad_rows.size:
+            bad_slots = slots[executed.bad_rows]
+            self._batch.failed[bad_slots] = True
+            errors += [RowError(slot, INTERNAL, "the model computed values that are not finite") for slot in bad_slots.tolist()]
+            slots, token_ids = np.delete(slots, executed.bad_rows), np.delete(token_ids, executed.bad_rows)
+        self._batch.append(slots, token_ids)
+        return StepResult(
+            step_id=plan.step_id,
+            slots=slots.tobytes(),
+            token_ids=token_ids.tobytes(),
+            logprobs=[entry for entry in executed.logprobs if not self._batch.failed[entry.slot]],
+            prompt_logprobs=executed.prompt_logprobs,
+            errors=errors,
+            forward_us=executed.forward_us,
+            sample_us=executed.sample_us,
+        )
+
+    def _apply(self, plan: StepPlan) -> list[RowError]:
+        released = int32(plan.released)
+        if released.size:
+            self._table.release(released)
+            self._batch.release(released)
+        errors = []
+        for sequence in plan.started:
+            error = self._batch.start(sequence) or self._table.start(sequence)
+            if error is not None:
+                self._batch.failed[sequence.slot] = True
+                errors.append(error)
+        grown = int32(plan.grown_slots)
+        if grown.size:
+            self._batch.grow(grown, int32(plan.grown_blocks))
+        return errors
+
+
+def _us_since(started_ns: int) -> int:
+    return (time.perf_counter_ns() - started_ns) // 1000

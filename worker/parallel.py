@@ -1,0 +1,60 @@
+"""The tensor-parallel group: one process per rank, joined by paddle.distributed (gloo on a CPU)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import paddle
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Rank and size of the group, and the three collectives the engine needs."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def join(cls, rank: int, size: int) -> TensorParallel:
+        """Join the group that paddle.distributed.launch has set up; a group of one needs no set-up."""
+        if size > 1:
+            import paddle.distributed as dist
+
+            dist.init_parallel_env()
+        return cls(rank, size)
+
+    def share(self, total: int, what: str) -> int:
+        """``total`` divided among the ranks; ValueError naming ``what`` if that leaves a remainder."""
+        if total % self.size:
+            raise ValueError(f"tensor_parallel_size {self.size} does not divide the model's {what} ({total})")
+        return total // self.size
+
+    def all_reduce(self, tensor: paddle.Tensor) -> paddle.Tensor:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            import paddle.distributed as dist
+
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather_last(self, tensor: paddle.Tensor) -> paddle.Tensor:
+        """``[R, n]`` of every rank side by side: ``[R, n * size]``."""
+        if self.size == 1:
+            return tensor
+        import paddle.distributed as dist
+
+        parts: list[paddle.Tensor] = []
+        dist.all_gather(parts, tensor)
+        return paddle.concat(parts, axis=-1)
+
+    def sum_uint64(self, value: int) -> int:
+        """Sum of one unsigned 64-bit integer over the ranks, modulo 2**64."""
+        if self.size == 1:
+            return value
+        tensor = paddle.to_tensor(np.array([value], dtype=np.uint64).view(np.int64))
+        return self.all_reduce(tensor).numpy().view(np.uint64).item()
+
+    def all_succeeded(self, success: bool) -> bool:
+        """Whether every rank says so; the same answer everywhere."""
+        return self.sum_uint64(int(success)) == self.size

@@ -1,0 +1,135 @@
+"""From logits to tokens, for all rows of a step at once.
+
+Order, as each stage sees the one before's result::
+
+    raw logits --> penalties --> logit_bias, min_tokens, bad_words --> temperature, top-k, top-p, min-p, draw
+        |
+        +--> log-probabilities: log-softmax of the raw logits, before anything above and before temperature
+
+A row's draw depends on its own logits, seed and position alone, never on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+
+from fastengine import custom_ops
+from fastengine.protocol.outputs import TopLogprobs
+from fastengine.protocol.steps import SlotLogprobs
+from fastengine.worker.batch import PersistentBatch
+from fastengine.worker.sampling_table import SamplingTable, SlotRules
+
+FORBIDDEN = np.float32(-np.inf)
+
+
+class Sampler:
+    """Reads the slots' parameters from ``table`` and their tokens from ``batch``."""
+
+    def __init__(self, table: SamplingTable, batch: PersistentBatch):
+        self._table = table
+        self._batch = batch
+
+    def sample(self, logits: paddle.Tensor, slots: np.ndarray) -> np.ndarray:
+        """``int32[R]`` tokens from float32 ``logits[R, vocab]`` (left as they are) of ``slots`` (``int32[R]``)."""
+        table = self._table
+        if table.adjusted[slots].any():
+            logits = self._adjusted(logits, slots)
+        temperature = table.temperature[slots]
+        if not temperature.any():
+            return custom_ops.argmax(logits).numpy()
+        columns = (table.top_k, table.top_p, table.min_p, table.seed, self._batch.num_tokens)
+        drawn = custom_ops.sample(logits, _tensor(temperature), *(_tensor(column[slots]) for column in columns))
+        return drawn.numpy()
+
+    def logprobs(self, logits: paddle.Tensor, slots: np.ndarray, token_ids: np.ndarray) -> list[SlotLogprobs]:
+        """The sampled tokens' and the top k's log-probabilities, of the rows that ask for them."""
+        wanted = self._table.num_logprobs[slots]
+        rows = np.flatnonzero(wanted >= 0)
+        if rows.size == 0:
+            return []
+        chosen = logits if rows.size == slots.size else paddle.index_select(logits, paddle.to_tensor(rows))
+        entries = top_logprobs(chosen, token_ids[rows], wanted[rows])
+        return [SlotLogprobs(slot, [entry]) for slot, entry in zip(slots[rows].tolist(), entries, strict=True)]
+
+    def _adjusted(self, logits: paddle.Tensor, slots: np.ndarray) -> paddle.Tensor:
+        """A copy with penalties and rules applied; rows without any are unchanged."""
+        table, batch = self._table, self._batch
+        tokens: list[np.ndarray] = []
+        bias_ids: list[np.ndarray] = []
+        bias_values: list[np.ndarray] = []
+        num_rows = slots.size
+        token_counts, bias_counts, prompt_lengths = np.zeros((3, num_rows), dtype=np.int32)
+        for row in np.flatnonzero(table.penalized[slots]).tolist():
+            slot = int(slots[row])
+            tokens.append(batch.tokens[slot, : batch.num_tokens[slot]])
+            token_counts[row], prompt_lengths[row] = batch.num_tokens[slot], batch.num_prompt[slot]
+        for row in np.flatnonzero(table.has_rules[slots]).tolist():
+            ids, values = self._bias(table.rules[int(slots[row])], int(slots[row]))
+            bias_ids.append(ids)
+            bias_values.append(values)
+            bias_counts[row] = ids.size
+        row_starts, bias_starts = _starts(token_counts), _starts(bias_counts)
+        adjusted = logits.clone()
+        custom_ops.apply_penalties(
+            adjusted,
+            *(_tensor(column[slots]) for column in (table.repetition_penalty, table.presence_penalty, table.frequency_penalty)),
+            _tensor(_joined(tokens, np.int32)),
+            _tensor(row_starts),
+            _tensor(row_starts[:-1] + prompt_lengths),
+            _tensor(_joined(bias_ids, np.int32)),
+            _tensor(_joined(bias_values, np.float32)),
+            _tensor(bias_starts),
+        )
+        return adjusted
+
+    def _bias(self, rules: SlotRules, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """What the rules add to which tokens' logits now: ``int32[n]`` ids and ``float32[n]`` values."""
+        batch = self._batch
+        length, num_prompt = int(batch.num_tokens[slot]), int(batch.num_prompt[slot])
+        forbidden = [rules.end_ids] if length - num_prompt < rules.min_tokens else []
+        if rules.bad_words:
+            forbidden.append(forbidden_next(rules.bad_words, batch.tokens[slot, num_prompt:length], batch.vocab_size))
+        ids = np.concatenate([rules.bias_ids, *forbidden])
+        values = np.full(ids.size, FORBIDDEN, dtype=np.float32)
+        values[: rules.bias_ids.size] = rules.bias_values
+        return ids, values
+
+
+def _tensor(values: np.ndarray) -> paddle.Tensor:
+    return paddle.to_tensor(values)
+
+
+def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """Where each row begins in the rows laid end to end: ``int32[R + 1]``."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def forbidden_next(bad_words: tuple[tuple[int, ...], ...], output: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The tokens that would complete one of ``bad_words`` after ``output``, ``int32[n]`` without repeats."""
+    found: set[int] = set()
+    for word in bad_words:
+        begin, last = word[:-1], word[-1:]
+        if len(begin) > output.size or not last or not 0 <= last[0] < vocab_size:
+            continue
+        if not begin or output[output.size - len(begin) :].tolist() == list(begin):
+            found.add(last[0])
+    return np.array(sorted(found), dtype=np.int32)
+
+
+def top_logprobs(logits: paddle.Tensor, token_ids: np.ndarray, wanted: np.ndarray) -> list[TopLogprobs]:
+    """One entry per row of ``logits[R, vocab]``: ``token_ids[R]``'s, and the ``wanted[r]`` most likely, best first."""
+    most = int(wanted.max())
+    own, ranks, top_ids, top_values = (
+        output.numpy() for output in custom_ops.log_softmax_gather(logits, paddle.to_tensor(token_ids.astype(np.int32)), most)
+    )
+    return [
+        TopLogprobs(logprob, rank, ids[:count], values[:count])
+        for logprob, rank, ids, values, count in zip(
+            own.tolist(), ranks.tolist(), top_ids.tolist(), top_values.tolist(), wanted.tolist(), strict=True
+        )
+    ]

@@ -1,0 +1,100 @@
+"""The loop of one rank: a plan in, a result out; commands in order with the plans."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+
+import msgspec
+import paddle
+
+from fastengine import custom_ops
+from fastengine.config import EngineConfig
+from fastengine.ipc.worker_link import WorkerEnd
+from fastengine.protocol.steps import FromWorker, StepPlan, ToWorker, WorkerReady
+from fastengine.worker.commands import CommandHandlers
+from fastengine.worker.failure import FAILURE_EXIT_CODE, Phase, report_failure
+from fastengine.worker.model_host import ModelHost
+from fastengine.worker.parallel import TensorParallel
+
+
+class Worker:
+    """One rank: the model, the commands, and the link to the engine."""
+
+    def __init__(self, host: ModelHost, link: WorkerEnd):
+        self._host = host
+        self._link = link
+        self._rank = host.tp.rank
+        self._commands = CommandHandlers(host)
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._steps_done = 0
+        self.phase: Phase = "start"
+        self.step_id = -1
+
+    def load(self) -> None:
+        """Load the weights, showing progress, and tell the engine how much KV memory there is."""
+        signals, rank = self._link.signals, self._rank
+        load_s = self._host.load(lambda share: signals.set("load_progress", rank, int(share * 1000)))
+        ready = WorkerReady(
+            rank=rank,
+            pid=os.getpid(),
+            device=self._host.device,
+            bytes_per_block=max(1, self._host.kv_shape().bytes_per_block),  # the null model keeps nothing
+            num_blocks=self._host.num_blocks_that_fit(),
+            compiled_ops=custom_ops.compiled_ops(),
+            load_s=load_s,
+        )
+        signals.set("ready", rank, 1)
+        self._send(ready)
+
+    def run(self) -> None:
+        """Serve plans and commands until told to shut down."""
+        while not self._commands.stopping:
+            message = self._link.receive(None)
+            if message is None:
+                continue
+            request = self._decoder.decode(message)
+            if isinstance(request, StepPlan):
+                self._step(request)
+            else:
+                self.phase = "command"
+                self._send(self._commands.handle(request))
+
+    def _step(self, plan: StepPlan) -> None:
+        self.phase, self.step_id = "step", plan.step_id
+        signals, rank = self._link.signals, self._rank
+        signals.set("step_started_ns", rank, time.monotonic_ns())
+        self._commands.require_awake()
+        result = self._host.step(plan)
+        self._steps_done += 1
+        signals.set("steps_done", rank, self._steps_done)
+        signals.set("last_step_id", rank, plan.step_id)
+        signals.set("step_started_ns", rank, 0)
+        if rank == 0:
+            self._send(result)
+
+    def _send(self, message: FromWorker) -> None:
+        self._link.send(self._encoder.encode(message))
+
+
+def run_worker(config: EngineConfig, link: WorkerEnd, *, rank: int, num_ranks: int, num_threads: int) -> int:
+    """Run one rank to its end; returns the process's exit code.
+
+    An exception anywhere is sent to the engine as a WorkerFailure and printed to stderr.
+    """
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("fastengine").setLevel(config.observability.log_level)
+    worker: Worker | None = None
+    try:
+        paddle.set_grad_enabled(False)
+        custom_ops.set_num_threads(num_threads)
+        worker = Worker(ModelHost(config, TensorParallel.join(rank, num_ranks), num_threads), link)
+        worker.load()
+        worker.run()
+    except Exception as error:  # noqa: BLE001 - the last stop: reported to the engine, then the process ends
+        report_failure(link, rank, error, phase=worker.phase if worker else "start", step_id=worker.step_id if worker else -1)
+        return FAILURE_EXIT_CODE
+    return 0
