@@ -86,6 +86,7 @@ class Supervisor:
         self._restarts: dict[str, Restarts] = {}
         self._progress: tqdm | None = None
         self._was_ready = False
+        self._last_state = ""
         self._stopping = False
         self._exit_code: int | None = None
         self._kill_at: float | None = None
@@ -184,9 +185,10 @@ class Supervisor:
         for status in statuses:
             if status.state == "starting":
                 self._show_progress(status.progress)
-            elif status.state == "ready":
+            elif status.state == "ready" and self._last_state != "ready":
                 self._finish_progress()
                 self._announce()
+            self._last_state = status.state
 
     def _forget_status(self) -> None:
         if self._engine.status_fd in self._selector.get_map():

@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.conftest import TINY
+from tests.e2e.conftest import TINY_FLAGS as FLAGS
 from tests.server import Server, alive, free_port, process_tree, running_server, runtime_dirs, wait_ready, wait_until
 
-TINY = Path(__file__).parent.parent / "golden" / "llama"
-FLAGS = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--max-model-len", "256")
 BODY = {"model": "default", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 # What a reader of /proc needs beyond the 5 s that the kernel and the other processes get.
 GONE_WITHIN_S = 5.0
@@ -40,7 +40,9 @@ def test_sigterm_finishes_running_requests_and_exits_0() -> None:
         replies: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: replies.append(complete(server, max_tokens=200)))
         thread.start()
-        wait_until(lambda: "num_requests_running" in (text := httpx.get(server.url + "/metrics").text) and _running(text) == 1, 10, "a running request")
+        wait_until(
+            lambda: "num_requests_running" in (text := httpx.get(server.url + "/metrics").text) and _running(text) == 1, 10, "a running request"
+        )
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         thread.join(10)

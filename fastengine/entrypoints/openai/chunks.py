@@ -1,0 +1,71 @@
+"""Stream chunks as bytes: what is the same in every chunk of a stream is encoded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fastengine.entrypoints.openai.response_types import Usage
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ChunkWriter:
+    """Builds the ``data:`` events of one stream.
+
+    ``before_text`` and ``after_text`` are the JSON around a choice's text: ``"delta":{"content":`` and
+    ``}`` for chat, ``"text":`` and nothing for completions. With ``usage_field`` every chunk has a
+    ``usage``, null unless given.
+    """
+
+    def __init__(self, head: dict[str, Any], *, before_text: bytes, after_text: bytes, usage_field: bool):
+        self._head = b"data: " + _encode(head)[:-1]
+        self._before_text = before_text
+        self._after_text = after_text
+        self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
+        # Around the text of a chunk that holds nothing else, which most are.
+        self._plain_tail = after_text + b',"logprobs":null,"finish_reason":null}]' + self._tail
+        self._plain_heads: dict[int, bytes] = {}
+
+    def plain(self, index: int, text: str) -> bytes:
+        head = self._plain_heads.get(index)
+        if head is None:
+            head = self._plain_heads[index] = b'%s,"choices":[{"index":%d,%s' % (self._head, index, self._before_text)
+        return head + _encode(text) + self._plain_tail
+
+    def full(
+        self,
+        index: int,
+        text: str,
+        *,
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+        in_text_object: dict[str, Any] | None = None,
+        in_choice: dict[str, Any] | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """A chunk with anything beside the text; ``in_text_object`` goes next to the text, where ids belong."""
+        parts = [self._head, b',"choices":[{"index":%d,' % index, self._before_text, _encode(text)]
+        if in_text_object:
+            parts += (b",", _encode(in_text_object)[1:-1])
+        parts += (self._after_text, b',"logprobs":', _encode(logprobs), b',"finish_reason":', _encode(finish_reason))
+        if finish_reason is not None:
+            parts += (b',"stop_reason":', _encode(stop_reason))
+        if in_choice:
+            parts += (b",", _encode(in_choice)[1:-1])
+        parts += (b"}]", self._tail if usage is None else self._usage_tail(usage))
+        return b"".join(parts)
+
+    def delta(self, index: int, delta: dict[str, Any]) -> bytes:
+        """A chat chunk whose delta is given whole (the first one, with the role)."""
+        choice = b'{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}' % (index, _encode(delta))
+        return b"".join((self._head, b',"choices":[', choice, b"]", self._tail))
+
+    def usage(self, usage: Usage) -> bytes:
+        """The last chunk: no choices, the usage."""
+        return b"".join((self._head, b',"choices":[]', self._usage_tail(usage)))
+
+    def _usage_tail(self, usage: Usage) -> bytes:
+        return b',"usage":' + _encode(usage) + b"}\n\n"

@@ -1,0 +1,237 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from fastengine.entrypoints.openai.chunks import ChunkWriter
+from fastengine.entrypoints.openai.endpoint import GeneratingEndpoint, raise_error
+from fastengine.entrypoints.openai.generation import Job, Prompt, check_length, check_num_sequences, check_prompt_ids, now_s
+from fastengine.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
+from fastengine.entrypoints.openai.refused_fields import REFUSED_BY_COMPLETIONS
+from fastengine.entrypoints.openai.request_types import CompletionRequest
+from fastengine.entrypoints.openai.response_types import Completion, CompletionChoice, CompletionLogprobs
+from fastengine.entrypoints.openai.sampling import sampling_params
+from fastengine.entrypoints.responses import DONE_EVENT, EventWriter
+from fastengine.frontend.errors import bad_request
+from fastengine.frontend.text_service import ModelText, PromptKind
+from fastengine.frontend.text_stream import SequenceText, TextStream, TextUpdate
+from fastengine.protocol.outputs import TopLogprobs
+
+# OpenAI's default for completions (chat has none).
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionEndpoint(GeneratingEndpoint[CompletionRequest]):
+    body_type = CompletionRequest
+    refused = REFUSED_BY_COMPLETIONS
+    id_prefix = "cmpl"
+
+    async def prepare(self, body: CompletionRequest, request_id: str, model: str, text: ModelText) -> Job:
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        if max_tokens == 0:
+            if not body.echo:
+                raise bad_request("max_tokens", "expected int >= 1 (0 is for echo alone)")
+            max_tokens = 1  # computed and left out of the reply: the engine always samples
+        sampling = sampling_params(body, text, max_tokens=max_tokens, logprobs=body.logprobs)
+        if body.echo and body.logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+        n = body.n or 1
+        param, prompts = await self._prompts(body, text)
+        check_num_sequences(param, len(prompts), n)
+        for prompt in prompts:
+            check_length(param, len(prompt.token_ids), max_tokens, text.max_model_len)
+        return Job(
+            request_id=request_id,
+            created=now_s(),
+            model=model,
+            fields=body,
+            prompts=prompts,
+            sampling=sampling,
+            n=n,
+            track_offsets=body.logprobs is not None,
+        )
+
+    async def _prompts(self, body: CompletionRequest, text: ModelText) -> tuple[str, list[Prompt]]:
+        """(the field they came from, the prompts)"""
+        given: Any
+        param, given = ("prompt", body.prompt) if body.prompt_token_ids is None else ("prompt_token_ids", body.prompt_token_ids)
+        if given is None:
+            raise bad_request("prompt", "this field is required")
+        if isinstance(given, str):
+            given = [given]
+        if not given:
+            raise bad_request(param, "the prompt is empty")
+        if all(isinstance(item, int) for item in given):
+            given = [given]
+        if all(isinstance(item, str) for item in given):
+            if "" in given:
+                raise bad_request(param, "the prompt is empty")
+            kind: PromptKind = "plain" if body.add_special_tokens is False else "special"
+            encoded = await asyncio.gather(*(self._front.text.encode(item, kind) for item in given))
+            prompts = [Prompt(row.token_ids, row.text) for row in encoded]
+        elif all(isinstance(item, list) for item in given):
+            prompts = [Prompt(item) for item in given]
+        else:
+            raise bad_request(param, "must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+        for prompt in prompts:
+            check_prompt_ids(param, prompt.token_ids, text.spec.vocab_size)
+        return param, prompts
+
+    async def answer(self, job: Job, text: ModelText, stream: TextStream) -> Completion:
+        answers = [_Answer(job, sequence, text) for sequence in stream.sequences]
+        while not stream.finished:
+            updates = await stream.updates()
+            raise_error(updates)
+            for update in updates:
+                answers[update.index].add(update)
+        return Completion(
+            id=job.request_id,
+            created=job.created,
+            model=job.model,
+            choices=[answer.choice() for answer in answers],
+            usage=job.usage(stream.sequences),
+        )
+
+    async def stream(self, job: Job, text: ModelText, stream: TextStream, writer: EventWriter) -> None:
+        body = _fields(job)
+        options = body.stream_options
+        include_usage = options is not None and bool(options.include_usage)
+        continuous = options is not None and bool(options.continuous_usage_stats)
+        chunks = ChunkWriter(
+            {"id": job.request_id, "object": "text_completion", "created": job.created, "model": job.model},
+            before_text=b'"text":',
+            after_text=b"",
+            usage_field=include_usage,
+        )
+        answers = [_Answer(job, sequence, text) for sequence in stream.sequences]
+        while not stream.finished:
+            updates = await stream.updates()
+            raise_error(updates)
+            events = []
+            for update in updates:
+                piece = answers[update.index].piece(update)
+                if piece.is_plain and not continuous:
+                    if piece.text:
+                        events.append(chunks.plain(update.index, piece.text))
+                    continue
+                events.append(
+                    chunks.full(
+                        update.index,
+                        piece.text,
+                        logprobs=piece.logprobs,
+                        finish_reason=update.finish_reason,
+                        stop_reason=update.stop_reason,
+                        in_choice=piece.extra,
+                        usage=job.usage(stream.sequences) if continuous else None,
+                    )
+                )
+            if stream.finished:
+                if include_usage:
+                    events.append(chunks.usage(job.usage(stream.sequences)))
+                events.append(DONE_EVENT)
+            if events:
+                await writer.write(b"".join(events))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What an update adds to one choice; ``extra`` are further fields of the choice."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: CompletionLogprobs | None
+    extra: dict[str, Any]
+    is_plain: bool
+
+
+class _Answer:
+    """One choice: turns updates into pieces, the first with what ``echo`` repeats, and can gather them."""
+
+    def __init__(self, job: Job, sequence: SequenceText, text: ModelText):
+        self._body = _fields(job)
+        self._prompt = job.prompt_of(sequence.index)
+        self._sequence = sequence
+        self._tokenizer = text.tokenizer
+        self._begun = False
+        self._without_output = self._body.max_tokens == 0
+        self._num_told = 0  # output tokens
+        self._echo_length = 0  # characters of the prompt before the output
+        self._pieces: list[_Piece] = []
+        self._last: TextUpdate | None = None
+
+    def piece(self, update: TextUpdate) -> _Piece:
+        body, prompt = self._body, self._prompt
+        text, token_ids, logprobs = update.text, update.token_ids, update.logprobs
+        if self._without_output:
+            text, token_ids, logprobs = "", [], []
+        extra: dict[str, Any] = {"completion_token_ids": token_ids} if body.return_token_ids else {}
+        if not self._begun and body.echo:
+            self._echo_length = len(self._prompt_text())
+        built = self._logprobs(token_ids, logprobs)
+        if not self._begun:
+            self._begun = True
+            if body.return_token_ids:
+                extra["prompt_token_ids"] = prompt.token_ids
+            if body.prompt_logprobs is not None and update.prompt_logprobs is not None:
+                extra["prompt_logprobs"] = prompt_logprobs(prompt.token_ids, update.prompt_logprobs, self._tokenizer)
+            if body.echo:
+                text = self._prompt_text() + text
+                if body.logprobs is not None and update.prompt_logprobs is not None:
+                    echo = completion_logprobs(prompt.token_ids, update.prompt_logprobs, self._tokenizer, num_top=body.logprobs)
+                    built = echo if built is None else _joined([echo, built])
+        is_plain = built is None and not extra and update.finish_reason is None
+        return _Piece(text, token_ids, built, extra, is_plain)
+
+    def _logprobs(self, token_ids: list[int], logprobs: list[TopLogprobs]) -> CompletionLogprobs | None:
+        if self._body.logprobs is None or not logprobs:
+            return None
+        first = self._num_told
+        self._num_told += len(token_ids)
+        offsets = [self._echo_length + offset for offset in self._sequence.token_offsets[first : self._num_told]]
+        return completion_logprobs(token_ids, logprobs, self._tokenizer, num_top=self._body.logprobs, offsets=offsets)
+
+    def _prompt_text(self) -> str:
+        if self._prompt.text is not None:
+            return self._prompt.text
+        return self._tokenizer.decode(list(self._prompt.token_ids), skip_special_tokens=self._body.skip_special_tokens is not False)
+
+    def add(self, update: TextUpdate) -> None:
+        self._pieces.append(self.piece(update))
+        self._last = update
+
+    def choice(self) -> CompletionChoice:
+        pieces = self._pieces
+        choice = CompletionChoice(
+            index=self._sequence.index,
+            text="".join(piece.text for piece in pieces),
+            logprobs=_joined([piece.logprobs for piece in pieces if piece.logprobs is not None]) if self._body.logprobs is not None else None,
+            finish_reason=self._last.finish_reason if self._last else None,
+            stop_reason=self._last.stop_reason if self._last else None,
+        )
+        for piece in pieces[:1]:
+            if "prompt_logprobs" in piece.extra:
+                choice.prompt_logprobs = piece.extra["prompt_logprobs"]
+        if self._body.return_token_ids:
+            choice.prompt_token_ids = list(self._prompt.token_ids)
+            choice.completion_token_ids = [token for piece in pieces for token in piece.token_ids]
+        return choice
+
+
+def _joined(parts: list[CompletionLogprobs]) -> CompletionLogprobs:
+    tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
+    return CompletionLogprobs(
+        tokens=[token for part in parts for token in part.tokens],
+        token_logprobs=[value for part in parts for value in part.token_logprobs],
+        top_logprobs=[top for part in tops for top in part] if tops else None,
+        text_offset=[offset for part in parts for offset in part.text_offset],
+    )
+
+
+def _fields(job: Job) -> CompletionRequest:
+    assert isinstance(job.fields, CompletionRequest)
+    return job.fields

@@ -1,0 +1,137 @@
+"""What chat completions and completions do alike between a checked body and a reply."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET
+from starlette.types import Receive
+
+from fastengine.entrypoints.openai.request_types import GenerationFields
+from fastengine.entrypoints.openai.response_types import PromptTokensDetails, Usage
+from fastengine.entrypoints.openai.sampling import derived_seed
+from fastengine.entrypoints.responses import interrupted_by_disconnect
+from fastengine.frontend.errors import ApiError, bad_request
+from fastengine.frontend.request_manager import RequestManager, SequenceInput
+from fastengine.frontend.text_service import ModelText
+from fastengine.frontend.text_stream import SequenceText, TextStream
+from fastengine.protocol.requests import SamplingParams
+from fastengine.protocol.tokens import pack_token_ids
+
+MAX_SEQUENCES = 4096
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``text`` is None when the client sent token ids."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A client request that is ready for the engine: ``n`` sequences per prompt.
+
+    Sequence ``i`` is answer ``i % n`` to prompt ``i // n``, and choice ``i`` of the reply.
+    """
+
+    request_id: str
+    created: int
+    model: str
+    fields: GenerationFields
+    prompts: list[Prompt]
+    sampling: SamplingParams
+    n: int
+    track_offsets: bool = False
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.n
+
+    def prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // self.n]
+
+    def sequence_inputs(self) -> list[SequenceInput]:
+        variants = [self.sampling] * self.n
+        seed = self.sampling.seed
+        if seed is not None:
+            variants = [msgspec.structs.replace(self.sampling, seed=derived_seed(seed, i)) for i in range(self.n)]
+        return [SequenceInput(packed, params) for packed in (pack_token_ids(prompt.token_ids) for prompt in self.prompts) for params in variants]
+
+    @contextlib.asynccontextmanager
+    async def run(self, manager: RequestManager, text: ModelText, receive: Receive) -> AsyncIterator[TextStream]:
+        """Start it in the engine. Leaving the context, or the client's going away, aborts what still runs."""
+        stream = manager.generate(
+            self.request_id,
+            self.sequence_inputs(),
+            priority=self.fields.priority or 0,
+            timeout_s=self.fields.timeout_s,
+            cache_salt=self.fields.cache_salt or "",
+        )
+        gathered = self.fields.max_streaming_response_tokens or 1 if self.fields.stream else 1
+        async with stream, interrupted_by_disconnect(receive, stream):
+            prompts = [prompt.token_ids for prompt in self.prompts for _ in range(self.n)]
+            yield TextStream(stream, text.tokenizer, prompts, self.sampling, track_offsets=self.track_offsets, min_tokens_per_update=gathered)
+
+    def usage(self, sequences: Sequence[SequenceText]) -> Usage:
+        prompt = sum(len(p.token_ids) for p in self.prompts)
+        # The answers after the first find the prompt in the cache because of the first.
+        firsts = range(0, len(sequences), self.n)
+        cached = sum(min(s.num_cached_tokens for s in sequences[first : first + self.n]) for first in firsts)
+        # max_tokens 0 generates one token that nobody sees.
+        completion = 0 if self.fields.max_tokens == 0 else sum(s.num_output_tokens for s in sequences)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+            weight_version=next((s.weight_version for s in sequences if s.weight_version is not None), UNSET),
+        )
+
+
+def new_request_id(prefix: str, given: str | None) -> str:
+    return given if given is not None else f"{prefix}-{uuid.uuid4().hex}"
+
+
+def now_s() -> int:
+    return int(time.time())
+
+
+def check_model(asked: str | None, served: Sequence[str]) -> str:
+    """The served name that ``asked`` means. Raises ApiError 404."""
+    if asked is None or asked == "default":
+        return served[0]
+    if asked not in served:
+        raise ApiError(404, f"model: {asked!r} is not served here; there is {', '.join(served)}", param="model", code="model_not_found")
+    return asked
+
+
+def check_length(param: str, num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
+    """Raise ApiError 400 with the numbers when prompt and output can't fit the context."""
+    if num_prompt >= max_model_len:
+        message = (
+            f"the prompt has {num_prompt} tokens; the model's context of {max_model_len} tokens holds {max_model_len - 1} and one token of output"
+        )
+    elif max_tokens is not None and num_prompt + max_tokens > max_model_len:
+        message = f"{num_prompt} prompt tokens and max_tokens {max_tokens} are {num_prompt + max_tokens}; the model's context has {max_model_len}"
+    else:
+        return
+    raise bad_request(param, message, code="context_length_exceeded")
+
+
+def check_prompt_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if not token_ids:
+        raise bad_request(param, "the prompt is empty")
+    if max(token_ids) >= vocab_size:
+        raise bad_request(param, f"token id {max(token_ids)} is outside of the vocabulary ({vocab_size} tokens)")
+
+
+def check_num_sequences(param: str, num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_SEQUENCES:
+        raise bad_request(param, f"{num_prompts} prompts with n={n} are more than {MAX_SEQUENCES} sequences")

@@ -1,0 +1,82 @@
+"""From a request's fields to the engine's SamplingParams, with the checks that span fields."""
+
+from __future__ import annotations
+
+from fastengine.entrypoints.openai.request_types import GenerationFields
+from fastengine.frontend.errors import bad_request
+from fastengine.frontend.text_service import ModelText
+from fastengine.protocol.requests import SamplingParams
+
+_MASK = 2**64 - 1
+SEED_MASK = 2**63 - 1
+
+
+def sampling_params(request: GenerationFields, text: ModelText, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """The parameters all sequences of ``request`` share; raises ApiError 400 naming the field."""
+    vocab_size = text.spec.vocab_size
+    min_tokens = request.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise bad_request("min_tokens", f"{min_tokens} is more than max_tokens ({max_tokens})")
+    stop_token_ids = tuple(request.stop_token_ids or ())
+    for token_id in stop_token_ids:
+        if token_id >= vocab_size:
+            raise bad_request("stop_token_ids", f"token id {token_id} is outside of the vocabulary ({vocab_size} tokens)")
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
+        seed=None if request.seed is None else request.seed & SEED_MASK,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(request.ignore_eos),
+        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        bad_words_token_ids=_bad_words(request.bad_words or [], text),
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        stop=stop,
+        include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+    )
+
+
+def check_stream_options(request: GenerationFields) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options", "only allowed when stream is true")
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    out = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise bad_request("logit_bias", f"{key[:32]!r} is not a token id")
+        if int(key) >= vocab_size:
+            raise bad_request("logit_bias", f"token id {key} is outside of the vocabulary ({vocab_size} tokens)")
+        out[int(key)] = value
+    return out
+
+
+def _bad_words(words: list[str], text: ModelText) -> tuple[tuple[int, ...], ...]:
+    """Each word as the tokens it has at the start of a text and after a space."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for form in (word, " " + word.lstrip(" ")):
+            token_ids = tuple(text.tokenizer.encode(form, add_special_tokens=False))
+            if token_ids:
+                sequences[token_ids] = None
+    return tuple(sequences)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of answer ``index`` of ``n``: the first keeps the request's own (SplitMix64 for the others)."""
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) & SEED_MASK

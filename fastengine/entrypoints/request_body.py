@@ -1,0 +1,116 @@
+"""From the bytes of a request to a checked struct: every way a body can be bad is a 400 that says where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from fastengine.frontend.errors import ApiError, ClientDisconnected, bad_request
+
+T = TypeVar("T", bound=msgspec.Struct)
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`$", re.DOTALL)
+# A header can't hold whatever a client names its fields.
+_PRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+MAX_FIELDS_NAMED = 20
+MAX_NAME_LENGTH = 64
+
+
+@dataclass
+class Parsed(Generic[T]):
+    """A body as its struct, with the names of the fields nobody knows."""
+
+    value: T
+    unknown: list[str] = field(default_factory=list)
+
+    def warning_headers(self) -> dict[str, str]:
+        if not self.unknown:
+            return {}
+        return {"X-Fastengine-Warning": f"unknown fields ignored: {', '.join(printable(name) for name in self.unknown[:MAX_FIELDS_NAMED])}"}
+
+
+def printable(name: str) -> str:
+    return _PRINTABLE.sub("?", name[:MAX_NAME_LENGTH])
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises ApiError 413 as soon as it is known to be longer than ``max_bytes``."""
+    too_large = ApiError(413, f"the request body is larger than {max_bytes / 2**20:g} MiB")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > max_bytes:
+                raise too_large
+    except ClientDisconnect:
+        raise ClientDisconnected from None
+    return bytes(body)
+
+
+def decode_object(body: bytes, *, empty_is: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A JSON object. ``empty_is`` stands for an empty body where that is allowed."""
+    if not body.strip():
+        if empty_is is not None:
+            return empty_is
+        raise bad_request(None, "the request body is empty: send a JSON object")
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise bad_request(None, "the request body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(None, f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise bad_request(None, f"the request body must be a JSON object, not {_json_type(value)}")
+    return value
+
+
+def convert(value: dict[str, Any], kind: type[T]) -> T:
+    """``value`` as ``kind``. Raises ApiError 400 with the field's path as ``param``."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise validation_error(error) from None
+
+
+def validation_error(error: msgspec.ValidationError) -> ApiError:
+    text = str(error)
+    place = _PLACE.search(text)
+    param = place.group(1).replace("[...]", "") if place else None
+    reason = (text[: place.start()] if place else text).replace("`", "")
+    missing = re.match(r"Object missing required field (\w+)", reason)
+    if missing:
+        param = f"{param}.{missing.group(1)}" if param else missing.group(1)
+        reason = "this field is required"
+    unknown = re.match(r"Object contains unknown field (.*)", reason, re.DOTALL)
+    if unknown:
+        name = printable(unknown.group(1))
+        param = f"{param}.{name}" if param else name
+        reason = "there is no such field"
+    return bad_request(param, reason[0].lower() + reason[1:])
+
+
+def parse(value: dict[str, Any], kind: type[T], *, known_elsewhere: Iterable[str] = (), strict: bool) -> Parsed[T]:
+    """``value`` as ``kind``, with its unknown fields listed, or refused with 400 if ``strict``."""
+    unknown = [name for name in value if name not in kind.__struct_fields__ and name not in known_elsewhere]
+    parsed = Parsed(convert(value, kind), unknown)
+    if strict:
+        refuse_unknown(unknown)
+    return parsed
+
+
+def refuse_unknown(unknown: Sequence[str]) -> None:
+    if unknown:
+        raise bad_request(unknown[0], "there is no such field")
+
+
+def _json_type(value: object) -> str:
+    if value is None:
+        return "null"
+    return {list: "an array", str: "a string", bool: "a boolean"}.get(type(value), "a number")

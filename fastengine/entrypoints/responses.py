@@ -1,0 +1,112 @@
+"""Replies written straight to ASGI: JSON bodies, error objects, and server-sent events at low cost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fastengine.frontend.errors import ApiError, ClientDisconnected
+from fastengine.frontend.request_manager import GenerationStream
+
+logger = logging.getLogger(__name__)
+DONE_EVENT = b"data: [DONE]\n\n"
+# nginx would otherwise gather events before passing them on.
+EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class JsonReply(Response):
+    """Anything msgspec can encode, as ``application/json``."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def error_reply(error: ApiError, *, headers: Mapping[str, str] | None = None) -> JsonReply:
+    reply_headers = dict(headers or {})
+    if error.retry_after_s is not None:
+        reply_headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status == 401:
+        reply_headers["WWW-Authenticate"] = "Bearer"
+    return JsonReply(error.body(), error.status, reply_headers)
+
+
+class EventWriter:
+    """Writes server-sent events; the HTTP status goes out with the first of them."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str]):
+        self._send = send
+        self._headers = headers
+        self.started = False
+
+    async def write(self, events: bytes) -> None:
+        if not self.started:
+            self.started = True
+            extra = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS + extra})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def close(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(Response):
+    """Runs ``produce(receive, writer)`` as the reply's body.
+
+    An ApiError before the first event becomes an ordinary HTTP error; later it is an error event
+    followed by ``[DONE]``. ``request_id`` goes into the message of an unforeseen failure.
+    """
+
+    def __init__(self, produce: Callable[[Receive, EventWriter], Awaitable[None]], *, request_id: str, headers: Mapping[str, str]):
+        self._produce = produce
+        self._request_id = request_id
+        self._extra_headers = headers
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = EventWriter(send, self._extra_headers)
+        try:
+            await self._produce(receive, writer)
+        except ClientDisconnected:
+            logger.debug("%s: the client disconnected", self._request_id)
+            return
+        except ApiError as error:
+            if not writer.started:
+                await error_reply(error, headers=self._extra_headers)(scope, receive, send)
+                return
+            await writer.write(error_event(error))
+        except Exception:
+            if not writer.started:
+                raise
+            logger.exception("%s: failed while streaming", self._request_id)
+            await writer.write(error_event(ApiError(500, f"internal error in request {self._request_id}")))
+        await writer.close()
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE_EVENT
+
+
+@contextlib.asynccontextmanager
+async def interrupted_by_disconnect(receive: Receive, stream: GenerationStream) -> AsyncIterator[None]:
+    """While inside, a client that goes away makes ``stream.updates()`` raise ClientDisconnected."""
+    watcher = asyncio.create_task(_watch(receive, stream))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def _watch(receive: Receive, stream: GenerationStream) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass  # the body was read before
+    stream.interrupt(ClientDisconnected())

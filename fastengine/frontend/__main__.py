@@ -1,0 +1,87 @@
+"""An API process: ``python -m fastengine.frontend --runtime-dir DIR --client-index I --socket-fd FD``.
+
+It serves HTTP on a listening socket it inherits, and ends with its parent. The exit code is 1 when the
+model's tokenizer can't be loaded, 0 after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import socket
+
+from fastengine.config import EngineConfig
+from fastengine.entrypoints.api_app import create_app
+from fastengine.frontend.engine_client import EngineClient
+from fastengine.frontend.front_end import FrontEnd
+from fastengine.frontend.http_metrics import HttpMetrics
+from fastengine.frontend.http_server import HttpServer
+from fastengine.frontend.request_manager import RequestManager
+from fastengine.frontend.text_service import ModelText, TextService, load_model_text
+from fastengine.ipc.process import die_with_parent
+from fastengine.ipc.runtime_dir import RuntimeDir
+from fastengine.observability.logs import setup_logging
+
+logger = logging.getLogger("fastengine.frontend")
+
+
+def build_front_end(config: EngineConfig, runtime_dir: RuntimeDir, client_index: int) -> FrontEnd:
+    engine = EngineClient(runtime_dir, client_index)
+    manager = RequestManager(engine, default_timeout_s=config.server.request_timeout, reject_while_paused=config.server.reject_while_paused)
+    text = TextService(lambda: load_model_text(config.model))
+    return FrontEnd(config, engine, manager, text, HttpMetrics(runtime_dir, client_index))
+
+
+async def serve(front: FrontEnd, listener: socket.socket) -> int:
+    """Run until a signal comes; the exit code."""
+    server = HttpServer(create_app(front), front.config.server)
+    exit_code = 0
+
+    def text_loaded(loading: asyncio.Task[ModelText]) -> None:
+        nonlocal exit_code
+        if loading.cancelled():
+            return
+        error = loading.exception()
+        if error is not None:
+            logger.error("the model's tokenizer can't be used: %s", error)
+            exit_code = 1
+            server.stop()
+        else:
+            # What start-up made stays for good: the collector need not look at it again.
+            gc.collect()
+            gc.freeze()
+
+    loading = front.start()
+    loading.add_done_callback(text_loaded)
+    try:
+        await server.serve([listener])
+    finally:
+        front.close()
+    return exit_code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fastengine.frontend", allow_abbrev=False)
+    parser.add_argument("--runtime-dir", required=True, metavar="DIR", help="The instance's runtime directory.")
+    parser.add_argument("--client-index", type=int, required=True, metavar="I", help="Which API process of the instance this is.")
+    parser.add_argument("--socket-fd", type=int, required=True, metavar="FD", help="Inherited descriptor of the listening socket.")
+    args = parser.parse_args()
+    die_with_parent(os.getppid())
+    runtime_dir = RuntimeDir.join(args.runtime_dir)
+    config = EngineConfig.from_json(runtime_dir.file("config.json").read_bytes())
+    setup_logging(f"api-{args.client_index}", config.observability.log_level)
+    listener = socket.socket(fileno=args.socket_fd)
+    front = build_front_end(config, runtime_dir, args.client_index)
+    with contextlib.suppress(ImportError):  # not built for every platform
+        import uvloop
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    return asyncio.run(serve(front, listener))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,43 @@
+"""FrontEnd: the parts of one API process, for the routes to use."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from fastengine.config import EngineConfig
+from fastengine.frontend.engine_client import EngineClient
+from fastengine.frontend.http_metrics import HttpMetrics
+from fastengine.frontend.request_manager import RequestManager
+from fastengine.frontend.text_service import ModelText, TextService
+from fastengine.model_files.load import default_model_name
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    config: EngineConfig
+    engine: EngineClient
+    manager: RequestManager
+    text: TextService
+    http_metrics: HttpMetrics
+    started_s: float = field(default_factory=time.time)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What clients may call the model; the first is what replies call it."""
+        model = self.config.model
+        return model.served_model_name or (default_model_name(model.model),)
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.config.server.max_body_mib * 2**20)
+
+    def start(self) -> asyncio.Task[ModelText]:
+        """Connect to the engine and begin to load the text side; call it on the event loop. The task is the loading."""
+        self.engine.start(on_outputs=self.manager.on_outputs, on_status=self.manager.on_status)
+        return self.text.start()
+
+    def close(self) -> None:
+        self.engine.close()
+        self.text.close()

@@ -1,0 +1,171 @@
+"""Templates and tokenization off the event loop.
+
+A single thread takes all prompts that wait as one batch: while it works, the next batch gathers. A
+lone request so goes at once, and a crowd shares the tokenizer's parallel ``encode_batch``. Requests
+that bring a template of their own are rendered by another thread, so a slow one delays only its kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from fastengine.config import ModelConfig
+from fastengine.frontend.errors import ApiError
+from fastengine.model_files.load import load_spec
+from fastengine.model_files.spec import ModelSpec
+from fastengine.text.chat_template import ChatTemplate, load_chat_template
+from fastengine.text.load import load_tokenizer
+from fastengine.text.tokenizer import Tokenizer
+
+MAX_WAITING_PROMPTS = 8192
+MAX_WAITING_RENDERS = 64
+# How special tokens are added: a rendered template gets exactly one BOS, a text those of the tokenizer, or none.
+PromptKind = Literal["chat", "special", "plain"]
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """What the text side knows of the served model. ``max_model_len`` counts prompt and output tokens."""
+
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    text: str
+    token_ids: list[int]
+
+
+@dataclass
+class _Job:
+    source: str | Callable[[], str]
+    kind: PromptKind
+    result: asyncio.Future[EncodedPrompt]
+
+
+def load_model_text(config: ModelConfig) -> ModelText:
+    """Read the spec, tokenizer and chat template of the configured model. Raises ModelFileError, TokenizerError, ChatTemplateError."""
+    spec = load_spec(config.model)
+    tokenizer = load_tokenizer(config, spec)
+    return ModelText(spec, tokenizer, load_chat_template(config, tokenizer), config.max_model_len or spec.max_position_embeddings)
+
+
+class TextService:
+    """Loads the model's text side in the background and turns prompts into token ids.
+
+    ``load`` runs once in a thread; until it is done :attr:`model` is None and :meth:`ready` waits.
+    """
+
+    def __init__(self, load: Callable[[], ModelText]):
+        self._load = load
+        self.model: ModelText | None = None
+        self._waiting: list[_Job] = []
+        self._busy = False
+        self._num_renders = 0
+        self._encoder = ThreadPoolExecutor(1, "encode")
+        self._renderer = ThreadPoolExecutor(1, "render")
+
+    def start(self) -> asyncio.Task[ModelText]:
+        """Begin loading; the task ends with the loader's exception if it fails."""
+        self._loading = asyncio.create_task(self._run_load())
+        return self._loading
+
+    async def _run_load(self) -> ModelText:
+        self.model = model = await asyncio.get_running_loop().run_in_executor(self._encoder, self._load)
+        return model
+
+    async def ready(self) -> ModelText:
+        if self.model is not None:
+            return self.model
+        return await asyncio.shield(self._loading)
+
+    def close(self) -> None:
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._renderer.shutdown(wait=False, cancel_futures=True)
+
+    async def render(self, render: Callable[[], str]) -> str:
+        """Run a template of the user's own in the renderers' thread. Raises ApiError 429 when too many wait for it."""
+        if self._num_renders >= MAX_WAITING_RENDERS:
+            raise ApiError(429, f"{MAX_WAITING_RENDERS} requests with templates of their own are waiting", param="chat_template", retry_after_s=1.0)
+        self._num_renders += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._renderer, render)
+        finally:
+            self._num_renders -= 1
+
+    async def encode(self, source: str | Callable[[], str], kind: PromptKind) -> EncodedPrompt:
+        """The token ids of a text, or of the text that calling ``source`` (a template) yields.
+
+        Raises what ``source`` raises, TokenizerError, and ApiError 429 when too many wait.
+        """
+        if len(self._waiting) >= MAX_WAITING_PROMPTS:
+            raise ApiError(429, f"{MAX_WAITING_PROMPTS} prompts are waiting for the tokenizer", retry_after_s=1.0)
+        job = _Job(source, kind, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        if not self._busy:
+            self._busy = True
+            self._start_batch()
+        return await job.result
+
+    def _start_batch(self) -> None:
+        batch, self._waiting = [job for job in self._waiting if not job.result.done()], []
+        if not batch:
+            self._busy = False
+            return
+        done = asyncio.get_running_loop().run_in_executor(self._encoder, self._encode_batch, batch)
+        done.add_done_callback(lambda future: self._finish_batch(batch, future))
+
+    def _finish_batch(self, batch: list[_Job], done: asyncio.Future[list[EncodedPrompt | Exception]]) -> None:
+        if done.cancelled():
+            for job in batch:
+                job.result.cancel()
+            return
+        for job, outcome in zip(batch, done.result(), strict=True):
+            if job.result.done():
+                continue  # its request was cancelled meanwhile
+            if isinstance(outcome, Exception):
+                job.result.set_exception(outcome)
+            else:
+                job.result.set_result(outcome)
+        self._start_batch()
+
+    def _encode_batch(self, batch: list[_Job]) -> list[EncodedPrompt | Exception]:
+        """One outcome per job, in their order: a text that fails fails alone."""
+        outcomes: list[EncodedPrompt | Exception] = []
+        texts: dict[PromptKind, list[tuple[int, str]]] = {}
+        for row, job in enumerate(batch):
+            try:
+                text = job.source if isinstance(job.source, str) else job.source()
+            except Exception as error:  # noqa: BLE001 - handed to the request it belongs to
+                outcomes.append(error)
+            else:
+                outcomes.append(EncodedPrompt(text, []))
+                texts.setdefault(job.kind, []).append((row, text))
+        for kind, rows in texts.items():
+            for row, outcome in self._encode_texts(rows, kind):
+                outcomes[row] = outcome
+        return outcomes
+
+    def _encode_texts(self, rows: list[tuple[int, str]], kind: PromptKind) -> Iterator[tuple[int, EncodedPrompt | Exception]]:
+        assert self.model is not None
+        tokenizer = self.model.tokenizer
+        texts = [text for _, text in rows]
+        try:
+            if kind == "chat":
+                encoded = [tokenizer.encode_chat(text) for text in texts]
+            elif len(texts) == 1:
+                encoded = [tokenizer.encode(texts[0], add_special_tokens=kind == "special")]
+            else:
+                encoded = tokenizer.encode_batch(texts, add_special_tokens=kind == "special")
+        except Exception as error:  # noqa: BLE001 - handed to the requests it belongs to
+            yield from ((row, error) for row, _ in rows)
+            return
+        for (row, text), token_ids in zip(rows, encoded, strict=True):
+            yield row, EncodedPrompt(text, token_ids)

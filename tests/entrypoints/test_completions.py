@@ -1,0 +1,116 @@
+"""/v1/completions"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.entrypoints.test_chat import chunks
+from tests.frontend.harness import EOS, ApiServer, say
+
+
+def complete(server: ApiServer, prompt: Any = "hi", **body: Any) -> Any:
+    reply = server.http.post("/v1/completions", json={"prompt": prompt, **body})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+@pytest.fixture(autouse=True)
+def answer(api):
+    api.engine.script = say("Hello, wörld")
+    api.engine.generated.clear()
+
+
+def test_whole_and_streamed(api):
+    reply = complete(api, model="default")
+    assert reply["object"] == "text_completion"
+    assert reply["id"].startswith("cmpl-")
+    assert reply["model"] == "tiny"
+    assert reply["choices"] == [{"index": 0, "text": "Hello, wörld", "logprobs": None, "finish_reason": "stop", "stop_reason": EOS}]
+    parts = chunks(api, "/v1/completions", prompt="hi", stream_options={"include_usage": True})
+    assert "".join(c["text"] for p in parts for c in p["choices"]) == "Hello, wörld"
+    assert parts[-1]["usage"] == reply["usage"]
+
+
+def test_sixteen_tokens_unless_asked_for_more(api):
+    api.engine.script = say("x" * 100)
+    assert complete(api)["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [("ab", ["ab"]), (["ab", "c"], ["ab", "c"]), ([97, 98], ["ab"]), ([[97], [98, 99]], ["a", "bc"])])
+def test_every_form_of_prompt(api, prompt, expected):
+    api.engine.script = lambda request: say("to " + bytes(request.prompt_token_ids)[::4].decode())(request)
+    for body in ({"prompt": prompt}, {"prompt_token_ids": prompt}):
+        if "prompt_token_ids" in body and not isinstance(expected[0], list) and isinstance(prompt, str | list) and "ab" in (prompt, prompt[0]):
+            continue
+        reply = api.http.post("/v1/completions", json=body).json()
+        assert [(c["index"], c["text"]) for c in reply["choices"]] == [(i, f"to {text}") for i, text in enumerate(expected)]
+        assert reply["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+def test_several_prompts_with_n(api):
+    api.engine.script = lambda request: say(f"{request.index}")(request)
+    reply = complete(api, ["a", "bcd"], n=2, echo=True)
+    assert [c["text"] for c in reply["choices"]] == ["a0", "a1", "bcd2", "bcd3"]
+    assert reply["usage"]["prompt_tokens"] == 4
+    assert reply["usage"]["completion_tokens"] == 8
+    parts = chunks(api, "/v1/completions", prompt=["a", "bcd"], n=2, echo=True)
+    got = [""] * 4
+    for part in parts:
+        for choice in part["choices"]:
+            got[choice["index"]] += choice["text"]
+    assert got == ["a0", "a1", "bcd2", "bcd3"]
+
+
+def test_logprobs_have_one_entry_per_token(api):
+    logprobs = complete(api, logprobs=2)["choices"][0]["logprobs"]
+    tokens = ["H", "e", "l", "l", "o", ",", " ", "w", "bytes:\\xc3", "bytes:\\xb6", "r", "l", "d", "</s>"]
+    assert logprobs["tokens"] == tokens
+    assert logprobs["token_logprobs"] == [-0.25] * 14
+    assert logprobs["top_logprobs"][0] == {"H": -0.25, "I": -0.5}
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12]
+    parts = chunks(api, "/v1/completions", prompt="hi", logprobs=2)
+    streamed = [c["logprobs"] for p in parts for c in p["choices"] if c["logprobs"]]
+    for name, values in logprobs.items():
+        assert [value for piece in streamed for value in piece[name]] == values
+    assert complete(api, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+def test_echo_with_logprobs_is_a_loglikelihood(api):
+    """What evaluation harnesses send: the prompt's own log-probabilities, nothing generated."""
+    reply = complete(api, "abc", echo=True, logprobs=1, max_tokens=0)
+    choice = reply["choices"][0]
+    assert choice["text"] == "abc"
+    assert choice["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] == 0
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.25]
+    choice = complete(api, [97, 98], echo=True, logprobs=1, max_tokens=2)["choices"][0]
+    assert choice["text"] == "abHe"
+    assert choice["logprobs"]["tokens"] == ["a", "b", "H", "e"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
+def test_ids_stand_on_the_choice(api):
+    choice = complete(api, return_token_ids=True)["choices"][0]
+    assert choice["prompt_token_ids"] == list(b"hi")
+    assert choice["completion_token_ids"] == [*"Hello, wörld".encode(), EOS]
+    parts = chunks(api, "/v1/completions", prompt="hi", return_token_ids=True)
+    choices = [c for p in parts for c in p["choices"]]
+    assert choices[0]["prompt_token_ids"] == list(b"hi")
+    assert all("prompt_token_ids" not in c for c in choices[1:])
+    assert [i for c in choices for i in c["completion_token_ids"]] == choice["completion_token_ids"]
+
+
+def test_prompt_logprobs_stand_on_the_choice(api):
+    rows = [c["prompt_logprobs"] for c in complete(api, ["ab", "c"], prompt_logprobs=0, max_tokens=1)["choices"]]
+    assert [len(row) for row in rows] == [2, 1]
+    assert rows[0][1] == {str(ord("b")): {"logprob": -0.25, "rank": 1, "decoded_token": "b"}}
+
+
+def test_the_sdk(api):
+    answer = api.sdk.completions.create(model="tiny", prompt=["x", "y"], max_tokens=5, logprobs=2)
+    assert [c.text for c in answer.choices] == ["Hello", "Hello"]
+    parts = list(api.sdk.completions.create(model="tiny", prompt="x", stream=True))
+    assert "".join(p.choices[0].text for p in parts) == "Hello, wörld"

@@ -1,0 +1,114 @@
+"""Tokenizing off the loop: crowds share a batch, and failures stay with their request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from fastengine.frontend.errors import ApiError
+from fastengine.frontend.text_service import TextService
+from tests.frontend.harness import ByteTokenizer, model_text
+
+
+def with_service(test: Callable[[TextService, ByteTokenizer], Awaitable[None]]) -> None:
+    async def run() -> None:
+        service = TextService(model_text)
+        service.start()
+        tokenizer = (await service.ready()).tokenizer
+        assert isinstance(tokenizer, ByteTokenizer)
+        try:
+            await asyncio.wait_for(test(service, tokenizer), 10)
+        finally:
+            service.close()
+
+    asyncio.run(run())
+
+
+def test_prompts_that_wait_are_encoded_as_one_batch():
+    async def test(service, tokenizer):
+        gate = threading.Event()
+
+        def first() -> str:
+            gate.wait(5)
+            return "first"
+
+        slow = asyncio.create_task(service.encode(first, "special"))
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(service.encode(f"text {i}", "special")) for i in range(20)]
+        await asyncio.sleep(0)
+        assert not slow.done()
+        gate.set()
+        encoded = await asyncio.gather(slow, *others)
+        assert [bytes(row.token_ids).decode() for row in encoded] == [row.text for row in encoded] == ["first", *(f"text {i}" for i in range(20))]
+        assert tokenizer.batches == [1, 20]
+
+    with_service(test)
+
+
+def test_a_source_that_fails_fails_alone():
+    async def test(service, tokenizer):
+        def broken() -> str:
+            raise ValueError("no")
+
+        tasks = [service.encode("a", "chat"), service.encode(broken, "chat"), service.encode("b", "plain")]
+        good, bad, other = await asyncio.gather(*tasks, return_exceptions=True)
+        assert (good.token_ids, other.token_ids) == ([97], [98])
+        assert isinstance(bad, ValueError)
+
+    with_service(test)
+
+
+def test_a_cancelled_request_does_not_hold_up_the_next():
+    async def test(service, tokenizer):
+        gate = threading.Event()
+        held = asyncio.create_task(service.encode(lambda: str(gate.wait(5)), "plain"))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(service.encode("dropped", "plain"))
+        await asyncio.sleep(0)
+        held.cancel()
+        waiting.cancel()
+        gate.set()
+        assert (await service.encode("next", "plain")).text == "next"
+        assert len(tokenizer.batches) == 2  # the waiting one was never encoded
+
+    with_service(test)
+
+
+def test_a_loader_that_fails_fails_every_wait():
+    async def test():
+        def load():
+            raise OSError("no tokenizer")
+
+        service = TextService(load)
+        loading = service.start()
+        with pytest.raises(OSError, match="no tokenizer"):
+            await service.ready()
+        assert service.model is None
+        assert isinstance(loading.exception(), OSError)
+        service.close()
+
+    asyncio.run(test())
+
+
+def test_waiting_has_a_bound(monkeypatch):
+    monkeypatch.setattr("fastengine.frontend.text_service.MAX_WAITING_PROMPTS", 2)
+    monkeypatch.setattr("fastengine.frontend.text_service.MAX_WAITING_RENDERS", 1)
+
+    async def test(service, tokenizer):
+        gate = threading.Event()
+        tasks = [asyncio.create_task(service.encode(lambda: str(gate.wait(5)), "plain")) for _ in range(3)]
+        tasks.append(asyncio.create_task(service.render(lambda: str(gate.wait(5)))))
+        await asyncio.sleep(0)
+        for refused in (service.encode("x", "plain"), service.render(lambda: "x")):
+            with pytest.raises(ApiError) as error:
+                await refused
+            assert error.value.status == 429
+            assert error.value.retry_after_s
+        gate.set()
+        await asyncio.gather(*tasks)
+        assert await service.render(lambda: "x") == "x"
+
+    with_service(test)
