@@ -49,8 +49,11 @@ class Server:
         return process_tree(self.process.pid)
 
     def find(self, part: str) -> int:
-        """The pid of the one process whose command line contains ``part``."""
-        (pid,) = [pid for pid, command in self.tree().items() if part in command]
+        """The pid of the one process whose command line contains ``part`` (a rank's is also in its launcher's)."""
+        found = {pid: command for pid, command in self.tree().items() if part in command}
+        if len(found) > 1:
+            found = {pid: command for pid, command in found.items() if "launch_ranks" not in command}
+        (pid,) = found
         return pid
 
     def wait_exit(self, timeout_s: float = 30.0) -> int:

@@ -72,8 +72,8 @@ class FakeServer:
                 writer.write(self._answer(first.split(" ")[1], body))
                 if self.mode == "hangs_up":
                     break
-        except asyncio.IncompleteReadError:
-            pass  # the client has closed the connection
+        except (asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # the client has closed the connection, or the test is over
         finally:
             writer.close()
 

@@ -61,7 +61,9 @@ def test_a_second_ctrl_c_kills() -> None:
         pids = list(server.tree())
         thread = threading.Thread(target=lambda: _ignore_transport_errors(lambda: complete(server, max_tokens=250)))
         thread.start()
+        wait_until(lambda: _running(httpx.get(server.url + "/metrics").text) == 1, 10, "a running request")
         server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "stopping" in server.output(), 5, "the announcement of the stop")
         server.process.send_signal(signal.SIGINT)
         assert server.wait_exit(15) != 0
         expect_all_gone(pids, before)
@@ -89,13 +91,13 @@ def test_kill_9_of_supervisor_or_engine_leaves_nothing(victim: str) -> None:
 def test_kill_9_of_another_process_is_recovered_from(victim: str) -> None:
     before = runtime_dirs()
     with running_server(TINY, *FLAGS) as server:
-        expected = complete(server).json()["choices"][0]["token_ids"]
+        expected = complete(server).json()["choices"][0]["completion_token_ids"]
         victim_pid = server.find(victim)
         old = list(server.tree())
         os.kill(victim_pid, signal.SIGKILL)
         wait_until(lambda: victim_pid not in server.tree(), 5, "the victim's end")
         wait_ready(server, 30)
-        assert complete(server).json()["choices"][0]["token_ids"] == expected
+        assert complete(server).json()["choices"][0]["completion_token_ids"] == expected
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         expect_all_gone(old, before)

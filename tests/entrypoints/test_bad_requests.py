@@ -43,7 +43,6 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
-    ({"max_tokens": 5000}, "max_tokens"),
     ({"min_tokens": 9}, "min_tokens"),
     ({"n": 0}, "n"),
     ({"n": 1000}, "n"),
@@ -122,19 +121,12 @@ COMPLETION_CHANGES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "field"), CHANGES + CHAT_CHANGES, ids=str)
 def test_chat(api, change, field):
-    error = refused(api, CHAT, {"messages": HI, "max_tokens": 4, **change}, None)
-    assert field.partition("[")[0] in error["message"] or "max_tokens" in error["message"]
-    if change != {"max_tokens": 5000}:
-        assert field in error["param"]
-        assert field in error["message"]
+    refused(api, CHAT, {"messages": HI, "max_tokens": 4, **change}, field)
 
 
 @pytest.mark.parametrize(("change", "field"), CHANGES + COMPLETION_CHANGES, ids=str)
 def test_completions(api, change, field):
-    error = refused(api, COMPLETIONS, {"prompt": "hi", "max_tokens": 4, **change}, None)
-    if change != {"max_tokens": 5000}:
-        assert field in error["param"]
-        assert field in error["message"]
+    refused(api, COMPLETIONS, {"prompt": "hi", "max_tokens": 4, **change}, field)
 
 
 BROKEN = [b"", b" ", b"{", b"[]", b"null", b"5", b'"x"', b'{"model": 5}', b"\xff\xfe", b'{"a":"\xff"}', b'{"a":' * 5000, b"[" * 100_000, b'{"n": NaN}', b'{"a": 1e999}', b"{} {}", b'{"a":"\\ud800"}']  # fmt: skip
