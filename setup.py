@@ -41,7 +41,7 @@ EXTRAS = {
     "gpu": ["paddlepaddle-gpu>=3.3,<3.4"],
     "transformers": ["transformers>=4.50"],
     "paddlenlp": ["paddleformers>=1.2"],
-    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "httpx>=0.27", "openai>=1.60", "ruff>=0.9,<0.16", "mypy>=1.13"],
+    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "httpx>=0.27", "openai>=1.60", "ruff>=0.17,<0.18", "mypy>=1.13"],
 }
 
 
