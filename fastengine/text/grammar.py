@@ -53,13 +53,18 @@ class GrammarCompiler:
         """Length of a bitmask row in int32 words."""
         return -(-self._tokenizer.vocab_size // 32)
 
+    def knows(self, spec: GrammarSpec) -> bool:
+        """Whether the grammar is compiled already, so that :meth:`check` takes no time."""
+        with self._lock:
+            return spec in self._compiled
+
     def check(self, spec: GrammarSpec) -> None:
         """Compile (and remember) a grammar. Raises GrammarError that says what is wrong with it."""
         self._prototype(spec)
 
     def matcher(self, spec: GrammarSpec, consumed: Sequence[int] = ()) -> GrammarMatcher:
         """A matcher at the grammar's start, or after the output tokens ``consumed``. Raises GrammarError."""
-        matcher = GrammarMatcher(self._prototype(spec).deep_copy(), frozenset(self._tokenizer.eos_token_ids))
+        matcher = GrammarMatcher(self._prototype(spec).deep_copy(), frozenset(self._tokenizer.eos_token_ids), self.num_mask_words)
         for token_id in consumed:
             matcher.consume(token_id)
         return matcher
@@ -84,7 +89,8 @@ class GrammarCompiler:
 class GrammarMatcher:
     """Where one sequence stands in its grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos_token_ids: frozenset[int]):
+    def __init__(self, matcher: llguidance.LLMatcher, eos_token_ids: frozenset[int], num_mask_words: int):
+        self.num_mask_words = num_mask_words
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
 
@@ -117,15 +123,21 @@ class GrammarMatcher:
         """Whether nothing but the end may follow."""
         return bool(self._matcher.is_stopped())
 
+    @property
+    def error(self) -> str | None:
+        """Why it can't go on, if it can't (:func:`fill_bitmask` raises nothing)."""
+        return _message(self._matcher.get_error()) if self._matcher.is_error() else None
+
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(_message(self._matcher.get_error()))
+        error = self.error
+        if error is not None:
+            raise GrammarError(error)
 
 
 def fill_bitmask(rows: Sequence[tuple[GrammarMatcher, int]], bitmask: np.ndarray) -> None:
     """Fill the rows of ``bitmask`` (int32[batch, num_mask_words]) named beside each matcher, several at a time.
 
-    Raises nothing for a matcher in error; its row is found by the GrammarError of its next ``consume``.
+    Raises nothing for a matcher in error: look at its :attr:`GrammarMatcher.error`.
     """
     if bitmask.dtype != np.int32 or bitmask.ndim != 2 or not bitmask.flags["C_CONTIGUOUS"]:
         raise TypeError(f"the bitmask must be contiguous int32 of two dimensions, got {bitmask.dtype} of {bitmask.ndim}")

@@ -1,0 +1,82 @@
+"""What the tests of parsers share: feeding a text in pieces, and its result in a form that can be compared."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hypothesis import strategies as st
+
+from fastengine.text.deltas import Delta
+
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}},
+    {"type": "function", "function": {"name": "get_weather"}},
+]
+
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=6),
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=12),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+class Parser(Protocol):
+    def feed(self, text: str) -> list[Delta]: ...
+    def finish(self) -> list[Delta]: ...
+
+
+def parse(parser: Parser, pieces: Sequence[str]) -> list[Any]:
+    """Runs of reasoning and content as (kind, text), and calls as (name, arguments), in order."""
+    out: list[Any] = []
+    calls: list[list[str]] = []
+    ids: set[str] = set()
+    for delta in [*itertools.chain.from_iterable(parser.feed(piece) for piece in pieces), *parser.finish()]:
+        if delta.kind != "tool":
+            if out and out[-1][0] == delta.kind:
+                out[-1] = (delta.kind, out[-1][1] + delta.text)
+            else:
+                out.append((delta.kind, delta.text))
+            continue
+        if delta.name is not None:
+            assert delta.call_id
+            assert delta.call_index == len(calls)
+            assert delta.call_id not in ids
+            ids.add(delta.call_id)
+            calls.append([delta.name, ""])
+            out.append(calls[-1])
+        else:
+            assert delta.call_id is None
+            assert delta.text
+        # A call's pieces come before the next call's.
+        assert delta.call_index == len(calls) - 1
+        calls[-1][1] += delta.text
+    return [tuple(item) for item in out]
+
+
+def cut(text: str, cuts: Sequence[int]) -> list[str]:
+    edges = [0, *sorted(c % (len(text) + 1) for c in cuts), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def parse_everywhere(make: Callable[[], Parser], text: str) -> list[Any]:
+    """The result of the whole text, which every split in two and single characters must give too."""
+    whole = parse(make(), [text])
+    assert parse(make(), list(text)) == whole
+    for place in range(1, len(text)):
+        assert parse(make(), [text[:place], text[place:]]) == whole, (text[:place], text[place:])
+    return whole
+
+
+def calls_of(result: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [(name, json.loads(arguments)) for name, arguments in result if name not in ("content", "reasoning")]
+
+
+def content_of(result: Sequence[Any]) -> str:
+    return "".join(text for kind, text in result if kind == "content")
