@@ -17,9 +17,10 @@ from __future__ import annotations
 import warnings
 from types import ModuleType
 
+from paddle import Tensor
+
 from fastengine.custom_ops import library as _library
 from fastengine.custom_ops import reference as _reference
-from paddle import Tensor
 
 OPERATORS = (
     "rms_norm",

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import paddle
 import pytest
-from fastengine.custom_ops import reference
 
 from fastengine import custom_ops as ops
+from fastengine.custom_ops import reference
 from tests.custom_ops.helpers import Heads, assert_close, assert_identical, make_batch, tensor
 
 MIXED_QUERIES = [1, 7, 0, 1, 130, 1, 64, 1]

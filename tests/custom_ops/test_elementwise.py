@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fastengine.custom_ops import reference
 
 from fastengine import custom_ops as ops
+from fastengine.custom_ops import reference
 from tests.custom_ops.helpers import assert_close, assert_identical, tensor
 
 SHAPES = [(1, 576), (5, 577), (0, 64), (300, 2048), (3, 1), (2, 3, 64), (7, 9, 20)]

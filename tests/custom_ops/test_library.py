@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fastengine.custom_ops import library, reference, setup_ops
 
 from fastengine import custom_ops as ops
+from fastengine.custom_ops import library, reference, setup_ops
 from tests.custom_ops.helpers import assert_identical, tensor
 
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fastengine.custom_ops import reference
 from paddle import Tensor
 
 from fastengine import custom_ops as ops
+from fastengine.custom_ops import reference
 from tests.custom_ops.helpers import assert_close, assert_identical, tensor
 
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fastengine.custom_ops import reference
 from paddle import Tensor
 
 from fastengine import custom_ops as ops
+from fastengine.custom_ops import reference
 from tests.custom_ops.helpers import Heads, assert_close, assert_identical, tensor
 
 HEADS = [Heads(9, 3, 64, 64), Heads(4, 1, 16, 16), Heads(2, 2, 128, 128), Heads(4, 4, 24, 20), Heads(3, 1, 256, 256)]

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 import pytest
-from fastengine.custom_ops import reference
 from paddle import Tensor
 
 from fastengine import custom_ops as ops
+from fastengine.custom_ops import reference
 from tests.custom_ops.helpers import assert_identical, tensor
 
 
