@@ -1,0 +1,86 @@
+// Runs one CUDA-style grid on the CPU: every thread of a block is a fiber, and barriers really wait.
+//
+//   launch --> for each block, in shuffled order
+//                every thread runs until it waits or ends; who runs next is drawn at random
+//                nobody can run and somebody waits  -->  the launch fails, naming who waits where
+//
+// Between two waits a thread is never interrupted, so a missing barrier shows as a wrong result under
+// some order, not under all: run a test with several seeds. Ordering between blocks, memory ordering
+// and interruption between two instructions are out of reach.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace fastengine {
+namespace shim {
+
+struct Index3 {
+  unsigned x, y, z;
+};
+
+struct Site {
+  const char* file;
+  int line;
+};
+
+// What one lane brings to an operation of its warp. Operations derive from it and add their operands.
+struct Collective {
+  const char* name;
+  uint32_t mask;
+  Site site;
+  // Runs once when every lane of `mask` is there; lanes outside it are null.
+  void (*complete)(Collective* const lanes[32]);
+};
+
+// A copy into shared memory that happens when it is waited for, not when it is issued.
+struct PendingCopy {
+  void* target;
+  const void* source;
+  size_t bytes;
+  size_t valid;  // bytes past these become zero
+};
+
+struct Thread {
+  Index3 index;
+  unsigned linear;
+  void* stack_pointer;
+  enum class State { ready, at_block_barrier, at_warp_operation, done } state;
+  Site site;
+  Collective* operation;
+  std::vector<PendingCopy> open_copies;
+  std::vector<std::vector<PendingCopy>> committed_copies;
+};
+
+// The running thread and its block; valid inside a kernel only.
+extern Thread* current;
+extern Index3 block_index, block_dim, grid_dim;
+
+void block_barrier(Site site);
+void warp_operation(Collective* mine);
+void commit_copies();
+void wait_copies(size_t groups_left_open);
+// Ends the launch with a message; never returns into the kernel.
+[[noreturn]] void fail(const std::string& message, Site site);
+
+// Shared memory of the running block, filled with 0xff; ends at an unmapped page.
+void* dynamic_shared();
+// Static shared memory: one area per `key` and block.
+void* static_shared(const void* key, size_t bytes);
+
+constexpr int kFailed = -2;
+// Returns 0, or kFailed with error_message() set.
+int run_grid(Index3 grid, Index3 block, size_t shared_bytes, const std::function<void()>& kernel);
+
+}  // namespace shim
+}  // namespace fastengine
+
+extern "C" {
+// 0 runs threads in order, 1 in reverse, any other value seeds a random order.
+void fe_shim_set_schedule(uint64_t seed);
+// Why the last launch failed; empty if it did not.
+const char* fe_shim_error();
+}

@@ -1,0 +1,77 @@
+"""The kernels compile for every listed architecture and keep to their budget of registers, without local memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import pytest
+
+from fastengine.custom_ops.cuda import build
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[build.Resources]:
+    try:
+        nvcc = build.find_nvcc()
+    except build.NoNvcc as reason:
+        if os.environ.get("FASTENGINE_REQUIRE_NVCC") == "1":
+            raise
+        pytest.skip(str(reason))
+    architectures = build.known_architectures(nvcc)
+    assert architectures == tuple(build.ARCHITECTURES), f"{nvcc} compiles for {architectures} only"
+    return [resources for _, report in build.compile_kernels(architectures) for resources in build.read_resources(report)]
+
+
+@pytest.mark.timeout(600)
+def test_every_kernel_is_within_its_budget(compiled: list[build.Resources]) -> None:
+    assert build.over_budget(compiled) == []
+
+
+def test_every_kernel_is_compiled_for_every_architecture(compiled: list[build.Resources]) -> None:
+    found = {(r.kernel, r.architecture) for r in compiled}
+    assert found == {(kernel, a) for kernel, _ in found for a in build.ARCHITECTURES}
+
+
+def test_the_budget_notices_what_breaks_it() -> None:
+    stated = json.loads(build.BUDGET.read_text())["registers"]
+    kernel = "silu_mul_kernel<BFloat16>"
+    good = [build.Resources(name, a, registers, 0, 0) for name, allowed in stated.items() for a, registers in allowed.items()]
+    assert build.over_budget(good) == []
+    place = next(i for i, r in enumerate(good) if r.kernel == kernel)
+    for change, complaint in (
+        ({"registers": good[place].registers + 1}, "allowed"),
+        ({"spill_bytes": 4}, "4 bytes of spills"),
+        ({"stack_bytes": 8}, "8 of stack"),
+        ({"kernel": "unknown_kernel"}, "unknown_kernel on sm_80: not in budget.json"),
+    ):
+        changed = [*good]
+        changed[place] = dataclasses.replace(good[place], **change)
+        assert any(complaint in problem for problem in build.over_budget(changed)), change
+    assert f"{kernel} on sm_80: in budget.json, not compiled" in build.over_budget(good[:place] + good[place + 1 :])
+
+
+def test_the_report_of_ptxas_is_read() -> None:
+    report = """
+ptxas info    : Compiling entry function '_ZN10fastengine4cuda17_GLOBAL__N_x_1_y15silu_mul_kernelIfEEvNS0_11SiluMulArgsE' for 'sm_90'
+ptxas info    : Function properties for f
+    16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 46 registers, used 0 barriers
+"""
+    (resources,) = build.read_resources(report)
+    assert (resources.architecture, resources.registers, resources.spill_bytes, resources.stack_bytes) == ("90", 46, 12, 16)
+
+
+@pytest.mark.parametrize(
+    ("demangled", "name"),
+    [
+        (
+            "void fastengine::cuda::(anonymous namespace)::decode_kernel<fastengine::cuda::BFloat16, 4>(fastengine::cuda::AttentionArgs)",
+            "decode_kernel<BFloat16, 4>",
+        ),
+        ("fastengine::cuda::(anonymous namespace)::merge_kernel(fastengine::cuda::AttentionArgs)", "merge_kernel"),
+    ],
+)
+def test_names_are_made_readable(demangled: str, name: str) -> None:
+    assert build.readable_name(demangled) == name
