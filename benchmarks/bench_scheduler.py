@@ -4,13 +4,19 @@
 
 Thread CPU time, workers replaced by a function that answers at once; the garbage collector stays on. Steps
 are run until every sequence has crossed its block boundaries many times, so growing is part of the figure.
+Each row is measured several times: the mean of the median run and of the best one, then the median run's
+percentiles. The prefix cache and overlap are on, and so is the host tier with --host-blocks. Where vLLM is
+installed, its scheduler runs under the same load in the same process (--no-vllm leaves it out).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +39,7 @@ class Load:
     block_size: int
     overlap: bool
     clients: int
+    host_blocks: int = 0
 
 
 def answer(plan: StepPlan) -> StepResult:
@@ -57,7 +64,7 @@ def loaded_engine(load: Load) -> EngineCore:
         max_queued_tokens=1 << 40,
         overlap=load.overlap,
     )
-    engine = EngineCore(config, ModelLimits(max_len, VOCAB_SIZE, (EOS,)), num_blocks)
+    engine = EngineCore(config, ModelLimits(max_len, VOCAB_SIZE, (EOS,)), num_blocks, load.host_blocks)
     rng = np.random.default_rng(0)
     for i in range(load.running):
         # Lengths differ, so that block boundaries are spread evenly over steps.
@@ -108,23 +115,47 @@ def measure(load: Load) -> list[float]:
     return times
 
 
+TARGETS_US = {32: 30.0, 256: 200.0, 1024: 800.0}
+
+
+def measure_vllm(load: Load) -> list[float]:
+    import vllm_scheduler  # beside this file; imports vLLM
+
+    return vllm_scheduler.measure(load.running, load.context, load.steps, load.block_size)
+
+
+def row(name: str, load: Load, measured: Callable[[Load], list[float]], repeats: int) -> str:
+    runs = sorted((measured(load) for _ in range(repeats)), key=statistics.fmean)
+    running, context = load.running, load.context
+    best, median = statistics.fmean(runs[0]), runs[len(runs) // 2]
+    mean = statistics.fmean(median)
+    p50, p99 = np.percentile(median, [50, 99])
+    target = f"{TARGETS_US[running]:>8.0f}" if running in TARGETS_US else f"{'-':>8}"
+    return f"{name:>11} {running:>8} {context:>8} {mean:>9.1f} {best:>9.1f} {target} {p50:>9.1f} {p99:>9.1f} {mean * 1000 / running:>11.0f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, nargs="+", default=[32, 256, 1024])
     parser.add_argument("--context", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--clients", type=int, default=1, help="API processes the requests come from")
+    parser.add_argument("--host-blocks", type=int, default=0, help="KV blocks of the host tier")
     parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out even where it is installed")
     args = parser.parse_args()
-    print(f"{'running':>8} {'context':>8} {'mean us':>9} {'p50 us':>9} {'p99 us':>9} {'ns/request':>11}")
+    with_vllm = not args.no_vllm and importlib.util.find_spec("vllm") is not None
+    print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores; {args.repeats} runs of {args.steps} steps a row")
+    print(f"{'engine':>11} {'running':>8} {'context':>8} {'mean us':>9} {'best us':>9} {'target':>8} {'p50 us':>9} {'p99 us':>9} {'ns/request':>11}")
     for running in args.running:
         for context in args.context:
-            load = Load(running, context, args.steps, args.block_size, not args.no_overlap, args.clients)
-            times = measure(load)
-            mean = statistics.fmean(times)
-            p50, p99 = np.percentile(times, [50, 99])
-            print(f"{running:>8} {context:>8} {mean:>9.1f} {p50:>9.1f} {p99:>9.1f} {mean * 1000 / running:>11.0f}", flush=True)
+            load = Load(running, context, args.steps, args.block_size, not args.no_overlap, args.clients, args.host_blocks)
+            print(row("fastengine", load, measure, args.repeats), flush=True)
+            if with_vllm:
+                print(row("vllm", load, measure_vllm, 1), flush=True)
+    print(f"load average {os.getloadavg()[0]:.2f} at the end")
 
 
 if __name__ == "__main__":

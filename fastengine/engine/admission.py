@@ -20,8 +20,6 @@ from fastengine.protocol.outputs import EngineError
 from fastengine.protocol.requests import GenerateRequest
 from fastengine.protocol.tokens import TOKEN_DTYPE, unpack_token_ids
 
-RETRY_AFTER_S = 1.0
-
 
 class Refused(Exception):
     """The request can't be taken; ``error`` goes to its client."""
@@ -64,19 +62,19 @@ class AdmissionRules:
         """Whether a sequence of ``end`` tokens fits the pool when it is alone."""
         return -(-(end - 1) // self._block_size) <= self.num_blocks
 
-    def check_queues(self, num_waiting: int, num_queued_tokens: int, num_prompt: int) -> None:
+    def check_queues(self, num_waiting: int, num_queued_tokens: int, num_prompt: int, retry_after_s: float) -> None:
         """Raises Refused with code 429 when the request would have to wait in a full queue."""
         if num_waiting >= self._max_waiting_requests:
             raise Refused(
                 429,
                 f"{num_waiting} requests are waiting, the most allowed is {self._max_waiting_requests}; try again later",
-                retry_after_s=RETRY_AFTER_S,
+                retry_after_s=retry_after_s,
             )
         if num_queued_tokens + num_prompt > self._max_queued_tokens and num_waiting > 0:
             raise Refused(
                 429,
                 f"{num_queued_tokens} prompt tokens are waiting; {num_prompt} more would exceed the most allowed, {self._max_queued_tokens}; try again later",
-                retry_after_s=RETRY_AFTER_S,
+                retry_after_s=retry_after_s,
             )
 
     def _checked_prompt_length(self, request: GenerateRequest) -> int:

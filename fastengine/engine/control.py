@@ -105,7 +105,7 @@ class ControlPlane:
     @property
     def holds_steps(self) -> bool:
         """Restarted workers are being brought to the state of their predecessors."""
-        return any(running.request is None for running in self._running)
+        return bool(self._running) and any(running.request is None for running in self._running)
 
     @property
     def is_busy(self) -> bool:

@@ -20,16 +20,18 @@ from typing import Any
 
 from fastengine.cache.kv_cache_manager import KVCacheManager
 from fastengine.config import EngineConfig
-from fastengine.engine.admission import RETRY_AFTER_S, AdmissionRules, Refused
+from fastengine.engine.admission import AdmissionRules, Refused
+from fastengine.engine.admitter import Admit
 from fastengine.engine.control import ControlHooks, ControlPlane
 from fastengine.engine.deadlines import Deadlines
+from fastengine.engine.gauges import engine_gauges
 from fastengine.engine.invariants import check_engine
-from fastengine.engine.lifecycle import Lifecycle
+from fastengine.engine.lifecycle import FinishObserver, Lifecycle
 from fastengine.engine.outputs import OutputCollector
 from fastengine.engine.pipeline import Pipeline
 from fastengine.engine.recovery import CrashRecovery, CrashReport
-from fastengine.engine.request_state import ModelLimits, RequestState, RequestStatus, RequestTable
-from fastengine.engine.resource_manager import Admit, ResourceManager
+from fastengine.engine.request_state import ModelLimits, RequestState, RequestTable, Tokens
+from fastengine.engine.resource_manager import ResourceManager
 from fastengine.engine.results import ResultProcessor
 from fastengine.engine.run_state import Mode, RunState
 from fastengine.engine.slots import SlotTable
@@ -49,12 +51,16 @@ __all__ = ["EngineCore", "ModelLimits"]
 
 # The longest sequence whose tokens and block table fit one plan beside nothing else.
 MAX_SEQUENCE_TOKENS = 700_000
+# Nobody knows when an operator resumes: often enough to notice, seldom enough not to matter.
+PAUSED_RETRY_S = 2.0
 
 
 class EngineCore:
-    """The engine without its surroundings.
+    """The engine without its surroundings: ``num_blocks`` KV blocks on the device, ``num_host_blocks`` on the host.
 
-    ``num_host_blocks`` must be 0 for now: the host tier is not built yet.
+    ``num_disk_blocks`` more may be kept in files; that needs blocks on the host, which they pass through.
+    ``max_swaps_per_step`` blocks may be copied between the two in each direction in one step; by default as
+    many as hold 4,096 tokens.
     """
 
     def __init__(
@@ -63,17 +69,22 @@ class EngineCore:
         limits: ModelLimits,
         num_blocks: int,
         num_host_blocks: int = 0,
+        num_disk_blocks: int = 0,
+        max_swaps_per_step: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ):
         if limits.max_model_len > MAX_SEQUENCE_TOKENS:
             raise ValueError(f"max_model_len {limits.max_model_len} exceeds {MAX_SEQUENCE_TOKENS}, the most tokens one plan can start")
-        if num_host_blocks:
-            raise ValueError("swap_space: a host tier for KV blocks is not supported")
         self.config = config
         self.limits = limits
+        if num_disk_blocks and not num_host_blocks:
+            raise ValueError("KV blocks can only be kept in files when there are blocks on the host: they pass through them")
         self._clock = clock
         self._wall_clock = wall_clock
+        self._num_host_blocks = num_host_blocks
+        self._max_swaps_per_step = max_swaps_per_step
+        self._check_invariants = config.observability.check_invariants
         self._random = random.Random()
         self._arrivals = 0
         self._workers_up = True
@@ -82,7 +93,7 @@ class EngineCore:
         self._max_in_flight = 2 if config.scheduler.overlap else 1
 
         model_name = config.model.served_model_name[0] if config.model.served_model_name else config.model.model
-        self.metrics = EngineMetrics(model_name, self._gauges, self._info)
+        self.metrics = EngineMetrics(model_name, self._gauges, self._infos)
         self._rules = AdmissionRules(config, limits, num_blocks)
         self._table = RequestTable()
         self._slots = SlotTable(config.scheduler.max_num_seqs, limits.max_model_len, config.cache.block_size)
@@ -90,7 +101,10 @@ class EngineCore:
         self._pipeline = Pipeline()
         self._outputs = OutputCollector()
         self._stop_tokens = StopTokens(limits)
-        self._resources = ResourceManager(config.scheduler, self._slots, self._new_cache(num_blocks), self._waiting, self.metrics, clock)
+        self._commands = WorkerCommands(config.parallel.tensor_parallel_size)
+        self._resources = ResourceManager(
+            config.scheduler, self._slots, self._new_cache(num_blocks), self._waiting, self.metrics, clock, self._commands, num_disk_blocks
+        )
         self._lifecycle = Lifecycle(
             self._table,
             self._slots,
@@ -100,23 +114,27 @@ class EngineCore:
             self._stop_tokens,
             self.metrics,
             clock,
-            log_requests=config.observability.log_requests,
         )
         self._results = ResultProcessor(
             self._slots, self._resources, self._pipeline, self._lifecycle, self._outputs, self._stop_tokens, self.metrics, clock
         )
         self._recovery = CrashRecovery(self._slots, self._lifecycle)
         self._timeouts: Deadlines[RequestState] = Deadlines(lambda request: not request.is_finished)
-        self._queue_limits: Deadlines[RequestState] = Deadlines(lambda request: request.status is RequestStatus.WAITING)
+        self._queue_limits: Deadlines[RequestState] = Deadlines(lambda request: request.started_at is None and not request.is_finished)
         self._run_state = RunState(self._table, self._pipeline, self._resources)
-        self._commands = WorkerCommands(config.parallel.tensor_parallel_size)
         self._operations = WorkerOperations(self._resources, self._lifecycle, self._run_state, self.metrics)
         hooks = ControlHooks(self.server_info, self.metrics.render, lambda: self._workers_up)
         self._control = ControlPlane(self._table, self._resources, self._lifecycle, self._run_state, self._commands, self._operations, hooks, clock)
 
     def _new_cache(self, num_blocks: int) -> KVCacheManager:
         cache = self.config.cache
-        return KVCacheManager(num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching)
+        return KVCacheManager(
+            num_blocks,
+            cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            num_host_blocks=self._num_host_blocks,
+            max_swaps=self._max_swaps_per_step,
+        )
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -125,9 +143,12 @@ class EngineCore:
         try:
             state = self._accepted(request)
         except Refused as refused:
+            self.metrics.counters["refused_requests"] += 1
             output = TokenOutput(handle=request.handle, finish_reason=FINISH_ERROR, error=refused.error)
             self._outputs.add_event(request.client_index, output)
             return
+        if request.sampling.max_tokens is not None:
+            self.metrics.histograms["request_params_max_tokens"].observe(request.sampling.max_tokens)
         self._lifecycle.begin(state)
         self._waiting.put(state)
         timeout_s = request.timeout_s if request.timeout_s is not None else self.config.server.request_timeout
@@ -141,8 +162,9 @@ class EngineCore:
             raise Refused(409, f"a request with the id {request.request_id} is running already", param="request_id")
         end = self._rules.most_tokens(request)
         if self._control.is_paused_or_pausing and self.config.server.reject_while_paused:
-            raise Refused(503, "the engine is paused; try again later", retry_after_s=RETRY_AFTER_S)
-        self._rules.check_queues(self._waiting.num_waiting, self._waiting.num_tokens, len(request.prompt_token_ids) // 4)
+            raise Refused(503, "the engine is paused; try again later", retry_after_s=PAUSED_RETRY_S)
+        num_prompt = len(request.prompt_token_ids) // 4
+        self._rules.check_queues(self._waiting.num_waiting, self._waiting.num_tokens, num_prompt, self._resources.retry_after_s())
         self._arrivals += 1
         # The client's clock is the wall's; what has passed since is counted on ours.
         on_the_way_s = max(0.0, self._wall_clock() - request.arrival_time_s) if request.arrival_time_s else 0.0
@@ -179,7 +201,7 @@ class EngineCore:
             )
         for request in self._queue_limits.pop_due(now):
             message = f"the request waited for {now - request.arrived_at:.1f} s without being started; try again later"
-            self._lifecycle.fail(request, EngineError(503, message, None, RETRY_AFTER_S))
+            self._lifecycle.fail(request, EngineError(503, message, None, self._resources.retry_after_s()))
         self._control.expire(now)
 
     def next_deadline(self) -> float | None:
@@ -243,10 +265,18 @@ class EngineCore:
 
     def take_commands(self) -> list[WorkerCommand]:
         """Commands to publish to all ranks, before the next plan."""
+        if self._resources.transfers.is_enabled and self._may_transfer():
+            self._resources.transfers.begin()
         return self._commands.take()
+
+    def _may_transfer(self) -> bool:
+        # Suspects run alone and at once: they must not be taken out of the waiting room.
+        running = self._workers_up and self._run_state.mode is Mode.RUNNING
+        return running and not self._control.holds_steps and not self._recovery.num_suspects
 
     def process_reply(self, reply: WorkerReply) -> None:
         self._commands.process(reply)
+        self._control.settle()
         self._check()
 
     # -- workers --------------------------------------------------------------------------------
@@ -271,6 +301,7 @@ class EngineCore:
     def workers_restarted(self, num_blocks: int) -> None:
         """A new worker group is ready, with an empty KV cache of ``num_blocks``."""
         self._workers_up = True
+        self.metrics.counters["worker_restarts"] += 1
         if self._lost_at is not None:
             self.metrics.histograms["worker_recovery_seconds"].observe(self._clock() - self._lost_at)
             self._lost_at = None
@@ -278,7 +309,7 @@ class EngineCore:
         self._resources.reset_cache(self._new_cache(num_blocks))
         for request in [request for request in self._table if not self._rules.fits(request.end)]:
             message = f"restarted workers have only {num_blocks} KV blocks, too few for this request"
-            self._lifecycle.fail(request, EngineError(503, message, None, RETRY_AFTER_S))
+            self._lifecycle.fail(request, EngineError(503, message))
         self._control.workers_restarted()
         self._check()
 
@@ -286,7 +317,22 @@ class EngineCore:
         """What rank 0 said about itself, for :meth:`server_info`."""
         self._workers = {"device": device, "compiled_ops": compiled_ops}
 
+    # -- evidence -------------------------------------------------------------------------------
+
+    def observe_finished(self, observer: FinishObserver) -> None:
+        """Call ``observer`` with each request that has finished: its tokens stand in ``request.tokens``."""
+        self._lifecycle.observer = observer
+
+    def live_requests(self) -> list[tuple[RequestState, Tokens]]:
+        """All unfinished requests with their tokens so far, prompt and output. For a report, not for the hot path."""
+        return [(request, self._slots.tokens_of(request)) for request in self._table]
+
     # -- what is true now -----------------------------------------------------------------------
+
+    @property
+    def kv_swaps_per_step(self) -> int:
+        """Most KV blocks that one plan copies in each direction between device and host."""
+        return self._resources.kv.max_swaps
 
     @property
     def is_paused(self) -> bool:
@@ -315,46 +361,27 @@ class EngineCore:
         }
 
     def _gauges(self) -> Gauges:
-        running = self._table.count(RequestStatus.RUNNING)
-        kv = self._resources.kv
-        used = kv.num_blocks - kv.num_available
-        counters = self.metrics.counters
-        queries = counters["prefix_cache_queries"]
-        return {
-            "num_requests_running": ("Requests in the running batch.", running),
-            "num_requests_waiting": ("Requests that wait to run, preempted ones included.", len(self._table) - running),
-            "num_requests_preempted": ("Requests that ran and wait to be recomputed.", self._table.count(RequestStatus.PREEMPTED)),
-            "num_queued_tokens": ("Prompt tokens of requests that never ran.", self._waiting.num_tokens),
-            "batch_size": ("Slots in use.", self._slots.num_used),
-            "max_batch_size": ("Slots there are.", self._slots.num_slots),
-            "available_batch_size": ("Slots that are free.", self._slots.num_free),
-            "max_gpu_block_num": ("KV blocks there are.", kv.num_blocks),
-            "available_gpu_block_num": ("KV blocks that could be given out now, blank or cached.", kv.num_available),
-            "free_gpu_block_num": ("KV blocks that hold nothing.", kv.pool.num_blank),
-            "prefix_cache_block_num": ("KV blocks that can be found by their content.", len(kv.index)),
-            "gpu_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", used / kv.num_blocks),
-            "hit_token_rate": (
-                "Share of looked-up tokens found in the prefix cache, 0 to 1.",
-                counters["prefix_cache_hits"] / queries if queries else 0.0,
-            ),
-            "num_steps_in_flight": ("Steps published and not answered.", len(self._pipeline)),
-            "is_paused": ("1 while no step is planned.", float(self.is_paused)),
-            "is_sleeping": ("1 while memory is given back to the system.", float(self.is_sleeping)),
-        }
+        flags = {"is_paused": self.is_paused, "is_sleeping": self.is_sleeping}
+        return engine_gauges(
+            self._table, self._slots, self._waiting, self._resources.kv, self._resources.transfers.disk, self._pipeline, self.metrics.counters, flags
+        )
 
-    def _info(self) -> dict[str, str]:
-        cache = self.config.cache
+    def _infos(self) -> dict[str, dict[str, str]]:
+        cache, kv = self.config.cache, self._resources.kv
         return {
-            "block_size": str(cache.block_size),
-            "num_gpu_blocks": str(self._resources.kv.num_blocks),
-            "enable_prefix_caching": str(cache.enable_prefix_caching).lower(),
-            "weight_version": self.weight_version,
+            "cache_config_info": {
+                "block_size": str(cache.block_size),
+                "num_gpu_blocks": str(kv.num_blocks),
+                "num_cpu_blocks": str(kv.host.num_blocks),
+                "enable_prefix_caching": str(cache.enable_prefix_caching).lower(),
+            },
+            "weight_version_info": {"weight_version": self.weight_version},
         }
 
     def _check(self) -> None:
-        if self.config.observability.check_invariants:
+        if self._check_invariants:
             self.check_invariants()
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless all books balance: blocks, slots, queues, table."""
-        check_engine(self._table, self._slots, self._waiting, self._resources.kv)
+        check_engine(self._table, self._slots, self._waiting, self._resources)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable
 
 from fastengine.engine.outputs import OutputCollector
@@ -15,7 +13,8 @@ from fastengine.engine.stop_tokens import StopTokens
 from fastengine.observability.metrics import EngineMetrics
 from fastengine.protocol.outputs import FINISH_ABORT, FINISH_ERROR, EngineError, FinishReason, TokenOutput
 
-logger = logging.getLogger(__name__)
+# Told of every request that has finished, with what went wrong if something did.
+FinishObserver = Callable[[RequestState, EngineError | None], None]
 
 
 class Lifecycle:
@@ -31,8 +30,6 @@ class Lifecycle:
         stop_tokens: StopTokens,
         metrics: EngineMetrics,
         clock: Callable[[], float],
-        *,
-        log_requests: bool,
     ):
         self._table = table
         self._slots = slots
@@ -42,7 +39,7 @@ class Lifecycle:
         self._stop_tokens = stop_tokens
         self._metrics = metrics
         self._clock = clock
-        self._log_requests = log_requests
+        self.observer: FinishObserver | None = None
         self.weight_version = "default"
 
     def begin(self, request: RequestState) -> None:
@@ -52,7 +49,7 @@ class Lifecycle:
     def num_output_tokens(self, request: RequestState) -> int:
         return self._slots.num_known_of(request) - request.num_prompt
 
-    def end(self, request: RequestState, reason: FinishReason) -> int:
+    def end(self, request: RequestState, reason: FinishReason, error: EngineError | None = None) -> int:
         """Move ``request`` to FINISHED and give back what it held; returns its number of output tokens.
 
         Tells its client nothing: that is the caller's part.
@@ -66,8 +63,8 @@ class Lifecycle:
         self._table.remove(request)
         self._stop_tokens.count(request, -1)
         self._measure(request, num_output)
-        if self._log_requests:
-            self._log(request, num_output)
+        if self.observer is not None:
+            self.observer(request, error)
         return num_output
 
     def abort(self, request: RequestState, *, silent: bool = False) -> int:
@@ -82,7 +79,7 @@ class Lifecycle:
 
     def fail(self, request: RequestState, error: EngineError) -> None:
         """End with ``error``."""
-        num_output = self.end(request, FINISH_ERROR)
+        num_output = self.end(request, FINISH_ERROR, error)
         output = TokenOutput(
             handle=request.request.handle, finish_reason=FINISH_ERROR, num_output_tokens=num_output, weight_version=self.weight_version, error=error
         )
@@ -93,30 +90,10 @@ class Lifecycle:
         now = self._clock()
         histograms = self._metrics.histograms
         self._metrics.finished[request.finish_reason] += 1
-        histograms["e2e_request_latency_seconds"].observe(now - request.arrived_at)
+        self._metrics.e2e_latency[request.finish_reason].observe(now - request.arrived_at)
         histograms["request_prompt_tokens"].observe(request.num_prompt)
         histograms["request_generation_tokens"].observe(num_output)
         if request.started_at is not None:
             histograms["request_inference_time_seconds"].observe(now - request.started_at)
         if request.first_token_at is not None:
             histograms["request_decode_time_seconds"].observe(now - request.first_token_at)
-
-    def _log(self, request: RequestState, num_output: int) -> None:
-        now = self._clock()
-        line = {
-            "request_id": request.request_id,
-            "finish_reason": request.finish_reason,
-            "prompt_tokens": request.num_prompt,
-            "cached_tokens": request.num_cached or 0,
-            "output_tokens": num_output,
-            "queue_s": _seconds(request.started_at, request.arrived_at),
-            "first_token_s": _seconds(request.first_token_at, request.arrived_at),
-            "total_s": _seconds(now, request.arrived_at),
-            "preemptions": request.num_preemptions,
-            "weight_version": self.weight_version,
-        }
-        logger.info("finished %s", json.dumps(line))
-
-
-def _seconds(end: float | None, start: float) -> float | None:
-    return None if end is None else round(end - start, 6)

@@ -13,7 +13,7 @@ class UnexpectedResult(RuntimeError):
     """A result that no step in flight has asked for: engine and workers no longer agree."""
 
 
-@dataclass
+@dataclass(slots=True)
 class InFlightStep:
     """One published plan, as far as its result must be understood.
 
@@ -22,8 +22,8 @@ class InFlightStep:
 
     step_id: int
     batch: DecodeBatch
-    # Rows of ``batch`` that reach their last token in this step (max_tokens or the model's length).
-    last_rows: list[int]
+    # Slots of ``batch`` that reach their last token in this step (max_tokens or the model's length).
+    last_slots: list[int]
     # Slots whose chunk ends at their last known token, so that they sample, too.
     samplers: list[tuple[int, RequestState]]
     expected_slots: bytes  # int32[rows]

@@ -41,7 +41,7 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"  # never ran
     RUNNING = "running"  # has a slot and blocks
     PREEMPTED = "preempted"  # ran, gave up slot and blocks, will be recomputed
-    WAITING_KV = "waiting_kv"  # has blocks, waits until KV has been brought into them
+    WAITING_KV = "waiting_kv"  # waits until KV of its prefix has been brought into blocks it holds
     FINISHED = "finished"
 
 
@@ -50,7 +50,7 @@ LEGAL_TRANSITIONS = {
     RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.WAITING_KV, RequestStatus.FINISHED},
     RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
     RequestStatus.PREEMPTED: {RequestStatus.RUNNING, RequestStatus.WAITING_KV, RequestStatus.FINISHED},
-    RequestStatus.WAITING_KV: {RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED},
+    RequestStatus.WAITING_KV: {RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.FINISHED},
     RequestStatus.FINISHED: set(),
 }
 
@@ -74,6 +74,7 @@ class RequestState:
         "end",
         "finish_reason",
         "first_token_at",
+        "looked_on_disk",
         "num_cached",
         "num_preemptions",
         "num_prompt",
@@ -82,6 +83,7 @@ class RequestState:
         "prompt_logprobs",
         "request",
         "request_id",
+        "restored",
         "seed",
         "slot",
         "started_at",
@@ -110,6 +112,8 @@ class RequestState:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.prompt_logprobs: list[TopLogprobs] = []
+        self.restored = False  # it has waited in WAITING_KV since it last ran: it won't again
+        self.looked_on_disk = False  # its prefix has been looked for in files since it last ran
         self.bypassed = 0  # requests that were admitted past it
         self.num_preemptions = 0
         self.strikes = 0  # worker crashes in a row that it took part in

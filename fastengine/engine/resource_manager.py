@@ -14,67 +14,22 @@ first a request that finishes may make it unnecessary, and no sampled token is t
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
-from fastengine.cache.kv_cache_manager import KVCacheManager
-from fastengine.cache.prefix_index import root_key
+from fastengine.cache.kv_cache_manager import KVCacheManager, SequenceBlocks
 from fastengine.config import SchedulerConfig
+from fastengine.engine.admitter import Admit, Admitter
+from fastengine.engine.disk_transfers import DiskTransfers
 from fastengine.engine.pipeline import InFlightStep
 from fastengine.engine.request_state import RequestState, RequestStatus
-from fastengine.engine.slots import EMPTY_BATCH, DecodeBatch, Index, SlotTable
+from fastengine.engine.slots import EMPTY_BATCH, SlotTable
+from fastengine.engine.starter import Starter
+from fastengine.engine.step_draft import Chunk, StepDraft
 from fastengine.engine.waiting_room import WaitingRoom
+from fastengine.engine.worker_commands import WorkerCommands
 from fastengine.observability.metrics import EngineMetrics
-from fastengine.protocol.steps import StartedSequence, StepPlan
+from fastengine.protocol.steps import StepPlan
 from fastengine.protocol.tokens import pack_token_ids
-
-# Requests that may be admitted past one that lacks blocks before it goes first, come what may.
-MAX_BYPASSES = 64
-# Blocks kept for the growth of running sequences when another is admitted: 1 / this of the pool.
-WATERMARK_SHARE = 100
-# Bytes of prompts and block tables that one plan may start (the ring takes messages of 4 MiB).
-MAX_STARTED_BYTES = 3 << 20
-
-
-class Admit(enum.Enum):
-    """Who may be taken from the waiting room."""
-
-    ALL = "all"
-    PREEMPTED = "preempted"  # only those that ran before
-
-
-class Verdict(enum.Enum):
-    STARTED = "started"
-    NO_BLOCKS = "no_blocks"
-    SHARED = "shared"  # its prefix is just being computed: waiting a step or two is cheaper
-    LATER = "later"  # too many partial prefills, or no room in this plan
-
-
-@dataclass
-class Chunk:
-    request: RequestState
-    start: int
-    length: int
-
-    @property
-    def missing(self) -> int:
-        """Known tokens behind this chunk."""
-        return self.request.num_tokens_at_start - self.start - self.length
-
-
-@dataclass
-class StepDraft:
-    """A plan in the making."""
-
-    batch: DecodeBatch
-    budget: int
-    last_rows: list[int] = field(default_factory=list)
-    grown_slots: bytes = b""
-    grown_blocks: bytes = b""
-    chunks: list[Chunk] = field(default_factory=list)
-    started: list[StartedSequence] = field(default_factory=list)
-    started_bytes: int = 0
 
 
 class ResourceManager:
@@ -88,34 +43,43 @@ class ResourceManager:
         waiting: WaitingRoom,
         metrics: EngineMetrics,
         clock: Callable[[], float],
+        commands: WorkerCommands,
+        num_disk_blocks: int = 0,
     ):
         self.kv = kv
-        self.weights_epoch = 0
         self._config = config
         self._slots = slots
         self._waiting = waiting
         self._metrics = metrics
         self._clock = clock
-        self._prefilling: list[RequestState] = []
+        self._starter = Starter(config, slots, kv, waiting, metrics, clock)
+        self.transfers = DiskTransfers(num_disk_blocks, self._starter, waiting, commands, metrics)
+        self._admitter = Admitter(config, slots, waiting, self._starter)
+        self._prefilling = self._starter.prefilling
+        self._by_priority = config.scheduling_policy == "priority"
         self._next_step_id = 0
 
     # -- one step -------------------------------------------------------------------------------
 
     def plan_step(self, *, nothing_in_flight: bool, admit: Admit) -> tuple[StepPlan, InFlightStep] | None:
         """The next step; None when there is nothing to run, or not before the steps in flight are answered."""
-        if admit is Admit.ALL and not self._make_room_for_better(nothing_in_flight):
+        if self._by_priority and admit is Admit.ALL and not self._make_room_for_better(nothing_in_flight):
             return None
         preempted = False
         while (draft := self._draft_decodes()) is None:
+            if self._starter.give_up_latest():
+                continue
             if not nothing_in_flight:
                 return None
             self.preempt(self._least_important())
             preempted = True
-        others_wait = len(self._waiting) > 0 and self._slots.num_free > 0 and not self._waiting.is_settled
-        self._draft_chunks(draft, others_wait)
-        if not preempted:
-            self._admit(draft, admit)
-        self._use_up_budget(draft)
+        if self._starter.num_restoring:
+            self._starter.continue_restores()
+        if self._prefilling or not self._waiting.is_settled:
+            self._draft_chunks(draft)
+            if not preempted:
+                self._admitter.admit(draft, admit)
+            self._use_up_budget(draft)
         return self._complete(draft)
 
     def plan_alone(self, request: RequestState) -> tuple[StepPlan, InFlightStep]:
@@ -125,13 +89,12 @@ class ResourceManager:
             length = min(draft.budget, request.num_tokens_at_start - request.prefill_at)
             draft.chunks.append(Chunk(request, request.prefill_at, length))
         else:
-            self._identify(request)
-            while self._slots.num_free == 0 or not self.kv.can_allocate(self._hits(request), len(request.tokens), 0):
+            self._starter.identify(request)
+            hits = self._starter.hits(request).with_at_most(self.kv.num_swap_ins_left)
+            while self._slots.num_free == 0 or not self.kv.can_allocate(hits, len(request.tokens), 0):
                 self.preempt(self._least_important())
-            hits = self._hits(request)
             length = min(draft.budget, len(request.tokens) - len(hits) * self.kv.block_size)
-            self._waiting.take(request)
-            self._start(request, hits, length, draft)
+            self._starter.start(request, hits, length, draft)
         completed = self._complete(draft)
         assert completed is not None
         return completed
@@ -143,37 +106,29 @@ class ResourceManager:
         draft = StepDraft(batch, self._config.max_num_batched_tokens - batch.size)
         if batch.size == 0:
             return draft
-        positions = slots.num_computed[batch.slots]
-        rows = (positions >= slots.limit[batch.slots]).nonzero()[0]
-        if len(rows):
-            at, at_positions = batch.slots[rows], positions[rows]
-            full = at[at_positions >= slots.capacity[at]]
-            if len(full):
-                if len(full) > self.kv.num_available:
-                    return None
+        due = slots.due()
+        if due:
+            full = [slot for slot in due if slots.is_full(slot)]
+            if len(full) > self.kv.num_available:
+                return None
+            if full:
                 self._grow(full, draft)
-            ending = at_positions >= slots.last_position[at]
-            draft.last_rows = rows[ending].tolist()
-            for slot in at[ending].tolist():
-                slots.stop_decoding(slot)
-        slots.num_computed[batch.slots] = positions + 1
+        draft.last_slots = slots.advance(due)
         return draft
 
-    def _grow(self, full: Index, draft: StepDraft) -> None:
-        slots = self._slots
-        requests = slots.requests
-        last_blocks = slots.last_block_tokens(full) if self.kv.enable_prefix_caching else b""
-        blocks = self.kv.grow_decoding([requests[slot].blocks for slot in full.tolist()], last_blocks)
-        slots.grow(full)
+    def _grow(self, full: list[int], draft: StepDraft) -> None:
+        sequences, contents = self._slots.grow(full)
+        blocks = self.kv.grow_decoding(sequences, contents)
         draft.grown_slots = pack_token_ids(full)
         draft.grown_blocks = pack_token_ids(blocks)
 
-    def _draft_chunks(self, draft: StepDraft, others_wait: bool) -> None:
+    def _draft_chunks(self, draft: StepDraft) -> None:
         """A fair share of the budget for every prompt that is being prefilled, and one for those waiting."""
         if not self._prefilling:
             return
+        others_wait = len(self._waiting) > 0 and self._slots.num_free > 0 and not self._waiting.is_settled
         contenders = len(self._prefilling) + others_wait
-        cap = self._chunk_cap(contenders > 1)
+        cap = self._starter.chunk_cap(contenders > 1)
         for request in self._prefilling:
             share = -(-draft.budget // contenders)
             chunk = Chunk(request, request.prefill_at, 0)
@@ -182,173 +137,62 @@ class ResourceManager:
             draft.budget -= chunk.length
             draft.chunks.append(chunk)
 
-    def _chunk_cap(self, others_wait: bool) -> int:
-        threshold = self._config.long_prefill_token_threshold
-        return threshold if others_wait and threshold else self._config.max_num_batched_tokens
-
     def _use_up_budget(self, draft: StepDraft) -> None:
-        cap = self._chunk_cap(len(draft.chunks) > 1)
+        cap = self._starter.chunk_cap(len(draft.chunks) > 1)
         for chunk in draft.chunks:
             more = max(0, min(chunk.missing, draft.budget, cap - chunk.length))
             chunk.length += more
             draft.budget -= more
 
-    # -- admission ------------------------------------------------------------------------------
-
-    def _admit(self, draft: StepDraft, admit: Admit) -> None:
-        waiting, slots = self._waiting, self._slots
-        if waiting.is_settled or not len(waiting):
-            return
-        waiting.refresh()
-        passed_over: list[RequestState] = []
-        index = 0
-        started_any = False
-        reserved = 0  # slots for those that only wait for a shared prefix
-        while draft.budget > 0 and slots.num_free > reserved and draft.started_bytes < MAX_STARTED_BYTES:
-            request = waiting.at(index)
-            if request is None:
-                break
-            if admit is Admit.PREEMPTED and request.status is RequestStatus.WAITING:
-                index += 1
-                continue
-            verdict = self._try_start(request, draft)
-            if verdict is Verdict.STARTED:
-                started_any = True
-                for other in passed_over:
-                    other.bypassed += 1
-                continue
-            if verdict is Verdict.NO_BLOCKS:
-                if request.bypassed >= MAX_BYPASSES:
-                    break
-                passed_over.append(request)
-            elif verdict is Verdict.SHARED:
-                reserved += 1
-            index += 1
-        else:
-            return  # the budget, the slots or the plan are full: look again in the next step
-        # Until something is released, computed or put there, looking again would find the same.
-        waiting.is_settled = not started_any and not draft.chunks
-
-    def _try_start(self, request: RequestState, draft: StepDraft) -> Verdict:
-        self._identify(request)
-        hits = self._hits(request)
-        num_tokens = len(request.tokens)
-        if self.kv.is_being_computed(request.blocks, len(hits), num_tokens):
-            return Verdict.SHARED
-        missing = num_tokens - len(hits) * self.kv.block_size
-        size = num_tokens * 4 + self.kv.blocks_for(num_tokens) * 4
-        if draft.started and draft.started_bytes + size > MAX_STARTED_BYTES:
-            return Verdict.LATER
-        length = min(missing, draft.budget, self._chunk_cap(len(self._waiting) > 1 or len(self._prefilling) > 0))
-        if length < missing and self._num_partial(draft) >= self._config.max_num_partial_prefills:
-            return Verdict.LATER
-        keep_free = -(-self.kv.num_blocks // WATERMARK_SHARE) if self._slots.num_used else 0
-        if not self.kv.can_allocate(hits, num_tokens, keep_free):
-            return Verdict.NO_BLOCKS
-        self._waiting.take(request)
-        self._start(request, hits, length, draft)
-        return Verdict.STARTED
-
-    @staticmethod
-    def _num_partial(draft: StepDraft) -> int:
-        return sum(1 for chunk in draft.chunks if chunk.missing)
-
-    def _identify(self, request: RequestState) -> None:
-        if self.kv.enable_prefix_caching:
-            root = root_key(self.weights_epoch, request.request.adapter, request.request.cache_salt)
-            self.kv.identify(request.blocks, root, request.tokens.tobytes())
-
-    def _hits(self, request: RequestState) -> list[int]:
-        if request.wants_prompt_logprobs and request.first_token_at is None:
-            return []  # every position of the prompt must be computed to have its log-probability
-        return self.kv.lookup(request.blocks, len(request.tokens))
-
-    def _start(self, request: RequestState, hits: list[int], length: int, draft: StepDraft) -> None:
-        num_tokens, size = len(request.tokens), self.kv.block_size
-        self.kv.allocate(request.blocks, hits, num_tokens)
-        num_computed = len(hits) * size
-        self._count_start(request, num_tokens, num_computed)
-        token_ids = request.tokens.tobytes()
-        block_ids = pack_token_ids(request.blocks.block_ids)
-        slot = self._slots.enter(request, num_computed=num_computed, capacity=len(request.blocks.block_ids) * size)
-        request.transition(RequestStatus.RUNNING)
-        request.prefill_at, request.num_tokens_at_start = num_computed, num_tokens
-        request.prompt_logprobs = []
-        draft.started.append(
-            StartedSequence(
-                slot=slot,
-                token_ids=token_ids,
-                num_prompt=request.num_prompt,
-                num_computed=num_computed,
-                block_ids=block_ids,
-                sampling=request.request.sampling,
-                seed=request.seed,
-                request_id=request.request_id,
-            )
-        )
-        draft.started_bytes += len(token_ids) + len(block_ids)
-        draft.chunks.append(Chunk(request, num_computed, length))
-        draft.budget -= length
-        self._prefilling.append(request)
-
-    def _count_start(self, request: RequestState, num_tokens: int, num_cached: int) -> None:
-        counters = self._metrics.counters
-        if self.kv.enable_prefix_caching:
-            counters["prefix_cache_queries"] += num_tokens
-            counters["prefix_cache_hits"] += num_cached
-        if request.started_at is None:
-            request.started_at = self._clock()
-            request.num_cached = num_cached
-            self._metrics.histograms["request_queue_time_seconds"].observe(request.started_at - request.arrived_at)
-        else:
-            counters["recomputed_tokens"] += num_tokens - num_cached
+    # -- the plan -------------------------------------------------------------------------------
 
     # -- completing a plan ----------------------------------------------------------------------
 
     def _complete(self, draft: StepDraft) -> tuple[StepPlan, InFlightStep] | None:
-        chunks = [chunk for chunk in draft.chunks if chunk.length]
-        if not chunks and draft.batch.size == 0:
+        batch = draft.batch
+        chunks = [chunk for chunk in draft.chunks if chunk.length] if draft.chunks else draft.chunks
+        has_swaps = self.kv.has_swaps
+        if not (batch.size or chunks or has_swaps):
             return None
         step_id = self._next_step_id
         self._next_step_id += 1
-        expected, num_tokens = draft.batch.packed, draft.batch.size
-        chunked: list[tuple[int, RequestState]] = []
-        samplers: list[tuple[int, RequestState]] = []
-        columns: tuple[bytes, bytes, bytes] = (b"", b"", b"")
+        step = InFlightStep(step_id, batch, draft.last_slots, [], batch.packed, [], batch.size, self._clock())
+        columns = (b"", b"", b"")
         if chunks:
             # The slots as they are now: a request may have a different one by the time of the result.
-            chunked = [(chunk.request.slot, chunk.request) for chunk in chunks]
-            samplers = [(chunk.request.slot, chunk.request) for chunk in chunks if not chunk.missing]
-            num_tokens += sum(chunk.length for chunk in chunks)
-            expected += pack_token_ids(slot for slot, _ in samplers)
+            step.chunked = [(chunk.request.slot, chunk.request) for chunk in chunks]
+            step.samplers = [(chunk.request.slot, chunk.request) for chunk in chunks if not chunk.missing]
+            step.expected_slots += pack_token_ids([slot for slot, _ in step.samplers])
+            step.num_tokens += sum(chunk.length for chunk in chunks)
             columns = (
-                pack_token_ids(slot for slot, _ in chunked),
-                pack_token_ids(chunk.start for chunk in chunks),
-                pack_token_ids(chunk.length for chunk in chunks),
+                pack_token_ids([slot for slot, _ in step.chunked]),
+                pack_token_ids([chunk.start for chunk in chunks]),
+                pack_token_ids([chunk.length for chunk in chunks]),
             )
             self._advance_chunks(chunks)
+        swap_out, swap_in = self._take_swaps() if has_swaps else (b"", b"")
         plan = StepPlan(
             step_id=step_id,
             released=self._slots.take_released(),
             started=draft.started,
             grown_slots=draft.grown_slots,
             grown_blocks=draft.grown_blocks,
-            decodes=draft.batch.packed,
+            decodes=batch.packed,
             chunk_slots=columns[0],
             chunk_starts=columns[1],
             chunk_lengths=columns[2],
-        )
-        step = InFlightStep(
-            step_id=step_id,
-            batch=draft.batch,
-            last_rows=draft.last_rows,
-            samplers=samplers,
-            expected_slots=expected,
-            chunked=chunked,
-            num_tokens=num_tokens,
-            published_at=self._clock(),
+            swap_out=swap_out,
+            swap_in=swap_in,
         )
         return plan, step
+
+    def _take_swaps(self) -> tuple[bytes, bytes]:
+        swap_out, swap_in, saved = self.kv.take_swaps()
+        if self.transfers.is_enabled:
+            self.transfers.saved(saved)
+        self._metrics.counters["swapped_out_blocks"] += len(swap_out) // 2
+        self._metrics.counters["swapped_in_blocks"] += len(swap_in) // 2
+        return pack_token_ids(swap_out), pack_token_ids(swap_in)
 
     def _advance_chunks(self, chunks: list[Chunk]) -> None:
         slots = self._slots
@@ -356,7 +200,7 @@ class ResourceManager:
             request = chunk.request
             computed = chunk.start + chunk.length
             request.prefill_at = computed
-            slots.num_computed[request.slot] = computed
+            slots.set_computed(request.slot, computed)
             self.kv.register(request.blocks, computed)
             if not chunk.missing:
                 self._prefilling.remove(request)
@@ -376,6 +220,9 @@ class ResourceManager:
         self._waiting.put_back(request)
 
     def preempt_all(self) -> None:
+        """Nobody holds a slot or a block any more. No step may be in flight."""
+        self._starter.give_up_all()
+        self.transfers.give_up_all()
         for request in self._slots.running():
             self.preempt(request)
 
@@ -384,6 +231,11 @@ class ResourceManager:
         if request.status is RequestStatus.RUNNING:
             self._register_all(request)
             self._vacate(request)
+        elif request.status is RequestStatus.WAITING_KV:
+            if self._starter.is_restoring(request):
+                self._starter.drop(request)
+            else:
+                self.transfers.drop(request)
         else:
             self._waiting.remove(request)
 
@@ -397,7 +249,7 @@ class ResourceManager:
         slot, blocks = request.slot, request.blocks
         if blocks.root is None:
             return
-        computed = int(min(self._slots.num_computed[slot], self._slots.num_known[slot]))
+        computed = min(self._slots.num_computed(slot), self._slots.num_known(slot))
         if computed // self.kv.block_size > len(blocks.keys):
             self.kv.identify(blocks, blocks.root, self._slots.tokens[slot, :computed].tobytes())
         self.kv.register(blocks, computed)
@@ -410,15 +262,14 @@ class ResourceManager:
         self._waiting.is_settled = False
 
     def _least_important(self) -> RequestState:
-        by_priority = self._config.scheduling_policy == "priority"
-        return max(self._slots.running(), key=lambda request: (request.priority if by_priority else 0, request.arrival_number))
+        return max(self._slots.running(), key=lambda request: (request.priority if self._by_priority else 0, request.arrival_number))
 
     def _make_room_for_better(self, nothing_in_flight: bool) -> bool:
         """Under the priority policy: preempt for a waiting request that is more important than a running one.
 
         Returns False when that is due but must wait for the steps in flight.
         """
-        if self._config.scheduling_policy != "priority" or not len(self._waiting):
+        if not len(self._waiting):
             return True
         self._waiting.refresh()
         best = self._waiting.at(0)
@@ -440,6 +291,19 @@ class ResourceManager:
         lower = [request for request in self._slots.running() if request.priority > best.priority]
         return need <= self.kv.num_available + sum(len(request.blocks.block_ids) for request in lower)
 
+    @property
+    def weights_epoch(self) -> int:
+        return self._starter.weights_epoch
+
+    def retry_after_s(self) -> float:
+        """When a request that is refused now should come back, judged by how fast the queue moves."""
+        return self._starter.meter.retry_after_s(len(self._waiting))
+
+    @property
+    def num_restoring(self) -> int:
+        """Requests whose KV is on its way."""
+        return self._starter.num_restoring + self.transfers.num_waiting
+
     # -- weights, cache, workers ----------------------------------------------------------------
 
     def look_again(self) -> None:
@@ -448,12 +312,13 @@ class ResourceManager:
 
     def flush(self) -> int:
         """No block's present content is found again; returns how many were findable."""
+        self._starter.give_up_all()
         self.look_again()
-        return self.kv.flush(request.blocks for request in self._slots.running())
+        return self.transfers.flush() + self.kv.flush(request.blocks for request in self._slots.running())
 
     def new_weights(self, *, keep_kv: bool) -> None:
         """KV from now on is of other weights. ``keep_kv``: running requests go on over what they have."""
-        self.weights_epoch += 1
+        self._starter.weights_epoch += 1
         if not keep_kv:
             self.preempt_all()
         self.flush()
@@ -461,6 +326,14 @@ class ResourceManager:
     def reset_cache(self, kv: KVCacheManager) -> None:
         """The workers start over with an empty cache. Nothing may be running."""
         assert not self._slots.num_used
+        assert not self.num_restoring
         self._slots.forget_released()
-        self.kv = kv
+        self.transfers.cache_is_gone()
+        self.kv = self._starter.kv = kv
         self.look_again()
+
+    def check(self, sequences: Iterable[SequenceBlocks]) -> None:
+        """Raise AssertionError unless every block, on the device and the host, is accounted for."""
+        pinned = [*self._starter.pinned_keys(), *self.transfers.pinned_keys(self.kv.host)]
+        self.kv.check(sequences, pinned, self.transfers.num_reserved(self.kv.host))
+        self.transfers.check()

@@ -23,6 +23,8 @@ from fastengine.protocol.outputs import FINISH_LENGTH, FINISH_STOP, EngineError,
 from fastengine.protocol.steps import StepResult
 from fastengine.protocol.tokens import unpack_token_ids
 
+NO_LOGPROBS: dict[int, list[TopLogprobs]] = {}
+
 
 class ResultProcessor:
     def __init__(
@@ -44,6 +46,10 @@ class ResultProcessor:
         self._stop_tokens = stop_tokens
         self._metrics = metrics
         self._clock = clock
+        self._token_interval = metrics.histograms["time_per_output_token_seconds"]
+        self._step_time = metrics.histograms["step_time_seconds"]
+        self._step_tokens = metrics.histograms["step_tokens"]
+        self._batch_size = metrics.histograms["step_batch_size"]
         self._last_result_at: float | None = None
 
     def process(self, result: StepResult) -> list[RequestState]:
@@ -59,12 +65,12 @@ class ResultProcessor:
             tokens = self._without_failed(step, result, tokens)
         for error in result.errors:
             self._fail(step, error.slot, EngineError(error.code, error.message))
-        logprobs = {item.slot: item.tokens for item in result.logprobs}
+        logprobs = {item.slot: item.tokens for item in result.logprobs} if result.logprobs else NO_LOGPROBS
         for item in result.prompt_logprobs:
             self._keep_prompt_logprobs(step, item.slot, item.tokens)
         num_decodes = step.batch.size
         if num_decodes:
-            num_decodes = self._append_decoded(step, tokens[:num_decodes], logprobs)
+            num_decodes = self._append_decoded(step, tokens[:num_decodes] if step.samplers else tokens, logprobs)
         sampled = self._append_first(step, tokens[step.batch.size :], logprobs, now) if step.samplers else []
         self._measure(step, num_decodes, len(sampled), now)
         return sampled
@@ -75,15 +81,15 @@ class ResultProcessor:
         """Append one token to each row that is still wanted; returns how many those are."""
         slots, batch = self._slots, step.batch
         rows: Index | None = None  # None: all
-        at, base = batch.slots, batch.token_base
+        at = batch.slots
         if step.dead:
             rows = slots.alive_rows(at, list(step.dead)).nonzero()[0]
-            at, base, tokens = at[rows], base[rows], tokens[rows]
-        known = slots.num_known[at]
-        slots.flat_tokens[base + known] = tokens
-        slots.num_known[at] = known + 1
+            at, tokens = at[rows], tokens[rows]
+            slots.append_some(batch, rows, tokens)
+        else:
+            slots.append_all(batch, tokens)
         special = self._stop_tokens.reasons.take(tokens, mode="clip").nonzero()[0].tolist()
-        if step.last_rows or logprobs:
+        if step.last_slots or logprobs:
             special = self._special_rows(step, at, special, logprobs)
         if not special and rows is None:
             self._outputs.add_columns(batch.columns, tokens)
@@ -106,9 +112,7 @@ class ResultProcessor:
 
     def _special_rows(self, step: InFlightStep, at: Index, stopping: list[int], logprobs: dict[int, list[TopLogprobs]]) -> list[int]:
         """Rows of ``at`` (ascending slots) that need a look: stop tokens, last tokens, log-probabilities."""
-        wanted = step.batch.slots[step.last_rows].tolist()
-        wanted += logprobs
-        wanted = [slot for slot in wanted if slot not in step.dead]
+        wanted = [slot for slot in (*step.last_slots, *logprobs) if slot not in step.dead]
         rows = np.searchsorted(at, wanted)
         inside = rows < len(at)
         matching = [row for row, slot, ok in zip(rows.tolist(), wanted, inside.tolist(), strict=True) if ok and at[row] == slot]
@@ -204,12 +208,13 @@ class ResultProcessor:
         self._metrics.counters["prompt_tokens"] += request.num_prompt
 
     def _measure(self, step: InFlightStep, num_decodes: int, num_first: int, now: float) -> None:
-        metrics = self._metrics
         # Every decoding row had its previous token in the previous result: one interval stands for all.
         if num_decodes and self._last_result_at is not None:
-            metrics.histograms["time_per_output_token_seconds"].observe(now - self._last_result_at, num_decodes)
+            self._token_interval.observe(now - self._last_result_at, num_decodes)
         self._last_result_at = now
-        metrics.histograms["step_time_seconds"].observe(now - step.published_at)
-        metrics.histograms["step_tokens"].observe(step.num_tokens)
-        metrics.counters["generation_tokens"] += num_decodes + num_first
-        metrics.counters["num_steps"] += 1
+        self._step_time.observe(now - step.published_at)
+        self._step_tokens.observe(step.num_tokens)
+        self._batch_size.observe(step.batch.size + len(step.chunked))
+        counters = self._metrics.counters
+        counters["generation_tokens"] += num_decodes + num_first
+        counters["num_steps"] += 1

@@ -24,6 +24,10 @@ class Mode(enum.Enum):
     HALTED = "halted"
 
 
+# What may hold blocks or has run before. WAITING_KV soon becomes one of the others.
+STARTED = (RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.WAITING_KV)
+
+
 class RunState:
     def __init__(self, table: RequestTable, pipeline: Pipeline, resources: ResourceManager):
         self._table = table
@@ -55,7 +59,7 @@ class RunState:
 
     def settle(self) -> bool:
         """Do what is due now; returns :attr:`is_stopped`."""
-        if self.mode is Mode.DRAINING and not len(self._pipeline) and not self._table.count(RequestStatus.RUNNING, RequestStatus.PREEMPTED):
+        if self.mode is Mode.DRAINING and not len(self._pipeline) and not self._table.count(*STARTED):
             self.mode = Mode.HALTED
         if self.is_stopped and self._retract:
             self._retract = False

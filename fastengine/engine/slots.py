@@ -1,15 +1,19 @@
-"""SlotTable: the counters and tokens of running sequences, as arrays indexed by slot.
+"""SlotTable: the counters and tokens of running sequences, indexed by slot.
 
 A slot is a row of the workers' persistent batch. For each::
 
-    tokens      |<- num_computed ->| in flight |                      computed: planned, not necessarily done
-                |<-- num_known ---->|                                 known: the engine has seen their values
+    tokens      |<-- computed ---->| in flight |                      computed: planned, not necessarily done
+                |<-- known ------->|                                  known: the engine has seen their values
     blocks      |------|------|------|                 capacity = blocks * block size
                                                 end: most tokens it may have
 
 A *decoding* slot computes one position a step: the one of the token it sampled last, known yet or not.
-It needs the engine's attention only when that position reaches ``limit``: the end of its last block, or
+It needs the engine's attention only when that position reaches its *limit*: the end of its last block, or
 the last position it may compute (``end - 2``: computing that samples the token at ``end - 1``).
+
+All decoding slots advance together, so they share one clock, ``tick``: a slot's position is ``tick`` plus its
+own constant, and a calendar says which slots reach their limit at which tick. Planning a step of plain
+decoding costs nothing per slot.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fastengine.cache.kv_cache_manager import SequenceBlocks
 from fastengine.engine.request_state import RequestState, Tokens
-from fastengine.protocol.tokens import pack_token_ids
+from fastengine.protocol.tokens import TOKEN_DTYPE, pack_token_ids
 
 Index = npt.NDArray[np.int64]
 
@@ -46,7 +51,8 @@ class DecodeBatch:
 
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
-EMPTY_BATCH = DecodeBatch(np.empty(0, np.int64), b"", np.empty(0, np.int64), [], 0)
+NO_ROWS: Index = np.empty(0, dtype=np.int64)
+EMPTY_BATCH = DecodeBatch(NO_ROWS, b"", NO_ROWS, [], 0)
 
 
 class SlotTable:
@@ -54,19 +60,27 @@ class SlotTable:
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int):
         self._block_size = block_size
-        self._last_block = np.arange(-block_size, 0)  # positions of a table's last block before its capacity
         self.num_slots = num_slots
         # Pages of the token buffer are touched only as far as sequences reach.
         self.tokens: Tokens = np.zeros((num_slots, max_model_len), dtype=np.int32)
-        self.flat_tokens: Tokens = self.tokens.reshape(-1)
-        self.num_known: Index = np.zeros(num_slots, dtype=np.int64)
-        self.num_computed: Index = np.zeros(num_slots, dtype=np.int64)
-        self.capacity: Index = np.zeros(num_slots, dtype=np.int64)
-        self.last_position: Index = np.zeros(num_slots, dtype=np.int64)
-        self.limit: Index = np.zeros(num_slots, dtype=np.int64)
+        self._flat_tokens: Tokens = self.tokens.reshape(-1)
+        self._token_bytes = self._flat_tokens.data.cast("B")
+        self._row_bytes = max_model_len * TOKEN_DTYPE.itemsize
         self.handles: Index = np.zeros(num_slots, dtype=np.int64)
         self.clients: Index = np.zeros(num_slots, dtype=np.int64)
         self.requests: list[RequestState | None] = [None] * num_slots
+        self.capacity = [0] * num_slots
+        self.last_position = [0] * num_slots
+        # Computed tokens: this, plus ``tick`` while the slot decodes.
+        self._computed = [0] * num_slots
+        self._tick = 0
+        self._due: dict[int, dict[int, None]] = {}  # tick -> decoding slots that reach their limit then
+        self._due_at = [0] * num_slots
+        # Known tokens; the open batch's rows have _num_pending more.
+        self._known: Index = np.zeros(num_slots, dtype=np.int64)
+        self._open_batch: DecodeBatch | None = None
+        self._write_at: Index = NO_ROWS  # where the next token of each of its rows goes in the flat buffer
+        self._num_pending = 0
         self._decoding = np.zeros(num_slots, dtype=np.bool_)
         self._alive = np.ones(num_slots, dtype=np.bool_)  # scratch of alive_rows(), all true in between
         self._free = list(range(num_slots - 1, -1, -1))
@@ -84,14 +98,17 @@ class SlotTable:
     def running(self) -> list[RequestState]:
         return [request for request in self.requests if request is not None]
 
+    # -- in and out -----------------------------------------------------------------------------
+
     def enter(self, request: RequestState, *, num_computed: int, capacity: int) -> int:
         """Give ``request`` a free slot and move its tokens there."""
         slot = self._free.pop()
         known = len(request.tokens)
         self.tokens[slot, :known] = request.tokens
         request.tokens = NO_TOKENS
-        self.num_known[slot] = known
-        self.num_computed[slot] = num_computed
+        self._settle_known()
+        self._known[slot] = known
+        self._computed[slot] = num_computed
         self.capacity[slot] = capacity
         self.last_position[slot] = request.end - 2
         self.handles[slot] = request.request.handle
@@ -103,33 +120,146 @@ class SlotTable:
     def leave(self, request: RequestState) -> None:
         """Take ``request`` out, its known tokens with it; the slot is free for the next plan."""
         slot = request.slot
-        request.tokens = self.tokens[slot, : self.num_known[slot]].copy()
+        request.tokens = self.tokens[slot, : self.num_known(slot)].copy()
         request.slot = -1
         self.requests[slot] = None
         self.stop_decoding(slot)
         self._free.append(slot)
         self._released.append(slot)
 
+    def take_released(self) -> bytes:
+        """int32[n]: slots left since the last call, for the next plan."""
+        if not self._released:
+            return b""
+        released, self._released = self._released, []
+        return pack_token_ids(released)
+
+    def forget_released(self) -> None:
+        """The workers that knew the released slots are gone."""
+        self._released = []
+
+    # -- computed positions ---------------------------------------------------------------------
+
+    def num_computed(self, slot: int) -> int:
+        """Positions of ``slot`` that a plan has computed."""
+        return self._computed[slot] + (self._tick if self._decoding[slot] else 0)
+
+    def set_computed(self, slot: int, num_computed: int) -> None:
+        """For a slot that doesn't decode."""
+        self._computed[slot] = num_computed
+
     def start_decoding(self, slot: int) -> None:
-        self.limit[slot] = min(self.capacity[slot], self.last_position[slot])
         self._decoding[slot] = True
+        self._computed[slot] -= self._tick
+        self._schedule(slot)
         self._batch = None
 
     def stop_decoding(self, slot: int) -> None:
         if self._decoding[slot]:
             self._decoding[slot] = False
+            self._computed[slot] += self._tick
+            due = self._due[self._due_at[slot]]
+            del due[slot]
+            if not due:
+                del self._due[self._due_at[slot]]
             self._batch = None
 
-    def grow(self, slots: Index) -> None:
-        """Each of ``slots`` (no repeats) has gained one block."""
-        capacity = self.capacity[slots] + self._block_size
-        self.capacity[slots] = capacity
-        self.limit[slots] = np.minimum(capacity, self.last_position[slots])
+    def due(self) -> list[int]:
+        """Decoding slots whose next position is their limit."""
+        return list(self._due.get(self._tick, ()))
 
-    def last_block_tokens(self, slots: Index) -> bytes:
-        """int32[n, block_size]: the tokens in the last block of each slot, as bytes."""
-        starts = slots * self.tokens.shape[1] + self.capacity[slots]
-        return self.flat_tokens[starts[:, None] + self._last_block].tobytes()
+    def advance(self, due: list[int]) -> list[int]:
+        """Every decoding slot computes one more position. ``due``: those of :meth:`due`, grown where full.
+
+        Returns those of them that have computed their last position; they no longer decode.
+        """
+        ended = []
+        if due:
+            del self._due[self._tick]
+        for slot in due:
+            if self._computed[slot] + self._tick == self.last_position[slot]:
+                ended.append(slot)
+                self._decoding[slot] = False
+                self._computed[slot] += self._tick + 1
+                self._batch = None
+            else:
+                self._schedule(slot)
+        self._tick += 1
+        return ended
+
+    def _schedule(self, slot: int) -> None:
+        at = min(self.capacity[slot], self.last_position[slot]) - self._computed[slot]
+        self._due_at[slot] = at
+        self._due.setdefault(at, {})[slot] = None
+
+    def is_full(self, slot: int) -> bool:
+        """Whether the next position of a decoding slot lies behind its last block."""
+        return self._computed[slot] + self._tick >= self.capacity[slot]
+
+    def grow(self, full: list[int]) -> tuple[list[SequenceBlocks], list[memoryview]]:
+        """Each of these slots gains one block.
+
+        Returns the blocks of each and the tokens in its present last block, int32[block_size] as bytes.
+        """
+        row_bytes, block_bytes = self._row_bytes, self._block_size * TOKEN_DTYPE.itemsize
+        sequences, contents = [], []
+        for slot in full:
+            request, capacity = self.requests[slot], self.capacity[slot]
+            assert request is not None
+            end = slot * row_bytes + capacity * TOKEN_DTYPE.itemsize
+            sequences.append(request.blocks)
+            contents.append(self._token_bytes[end - block_bytes : end])
+            self.capacity[slot] = capacity + self._block_size
+        return sequences, contents
+
+    # -- known tokens ---------------------------------------------------------------------------
+
+    def num_known(self, slot: int) -> int:
+        self._settle_known()
+        return int(self._known[slot])
+
+    def num_known_of(self, request: RequestState) -> int:
+        """Known tokens of a request in any state."""
+        return self.num_known(request.slot) if request.slot >= 0 else len(request.tokens)
+
+    def tokens_of(self, request: RequestState) -> Tokens:
+        """A copy of the known tokens of a request in any state."""
+        slot = request.slot
+        return self.tokens[slot, : self.num_known(slot)].copy() if slot >= 0 else request.tokens.copy()
+
+    def append(self, slot: int, token_id: int) -> int:
+        """One more known token; returns how many there are."""
+        known = self.num_known(slot)
+        self.tokens[slot, known] = token_id
+        self._known[slot] = known + 1
+        return known + 1
+
+    def append_all(self, batch: DecodeBatch, token_ids: Tokens) -> None:
+        """One more known token for every row of ``batch``."""
+        if batch is not self._open_batch:
+            self._settle_known()
+            self._open_batch = batch
+            self._write_at = batch.token_base + self._known[batch.slots]
+        self._flat_tokens[self._write_at] = token_ids
+        self._write_at += 1
+        self._num_pending += 1
+
+    def append_some(self, batch: DecodeBatch, rows: Index, token_ids: Tokens) -> None:
+        """One more known token for these rows of ``batch``."""
+        self._settle_known()
+        self._open_batch = None
+        at = batch.slots[rows]
+        known = self._known[at]
+        self._flat_tokens[batch.token_base[rows] + known] = token_ids
+        self._known[at] = known + 1
+
+    def _settle_known(self) -> None:
+        if self._num_pending:
+            assert self._open_batch is not None
+            self._known[self._open_batch.slots] += self._num_pending
+            self._num_pending = 0
+
+    # -- the batch ------------------------------------------------------------------------------
 
     def decode_batch(self) -> DecodeBatch:
         """All slots that decode now; the same object until the set changes."""
@@ -163,25 +293,3 @@ class SlotTable:
         rows = self._alive[slots]
         self._alive[dead] = True
         return rows
-
-    def num_known_of(self, request: RequestState) -> int:
-        """Known tokens of a request in any state."""
-        return int(self.num_known[request.slot]) if request.slot >= 0 else len(request.tokens)
-
-    def append(self, slot: int, token_id: int) -> int:
-        """One more known token; returns how many there are."""
-        known = int(self.num_known[slot])
-        self.tokens[slot, known] = token_id
-        self.num_known[slot] = known + 1
-        return known + 1
-
-    def take_released(self) -> bytes:
-        """int32[n]: slots left since the last call, for the next plan."""
-        if not self._released:
-            return b""
-        released, self._released = self._released, []
-        return pack_token_ids(released)
-
-    def forget_released(self) -> None:
-        """The workers that knew the released slots are gone."""
-        self._released = []

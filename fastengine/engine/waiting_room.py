@@ -52,9 +52,12 @@ class WaitingRoom:
         self.is_settled = False
 
     def put_back(self, request: RequestState) -> None:
-        """A preempted request: first among those of its priority."""
+        """A request that left the window or was preempted; preempted ones are first among those of their priority."""
         self._insert(request)
-        self._num_preempted += 1
+        if request.status is RequestStatus.PREEMPTED:
+            self._num_preempted += 1
+        else:
+            self._num_window_tokens += request.num_prompt
         self.is_settled = False
 
     def at(self, index: int) -> RequestState | None:

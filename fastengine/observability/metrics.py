@@ -18,6 +18,7 @@ PREFIX = "fastengine:"
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 30, 60, 120, 300, 600)
 PER_TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 10, 60, 600)
 STEP_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600)
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
 
@@ -52,17 +53,19 @@ def _bound_text(bound: float) -> str:
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "time_to_first_token_seconds": ("From a request's arrival in the engine to its first token.", LATENCY_BUCKETS_S),
     "time_per_output_token_seconds": ("Between two tokens of one request.", PER_TOKEN_BUCKETS_S),
-    "e2e_request_latency_seconds": ("From a request's arrival in the engine to its end.", LATENCY_BUCKETS_S),
     "request_queue_time_seconds": ("From arrival to the first step.", LATENCY_BUCKETS_S),
     "request_inference_time_seconds": ("From the first step to the end.", LATENCY_BUCKETS_S),
     "request_prefill_time_seconds": ("From the first step to the first token.", LATENCY_BUCKETS_S),
     "request_decode_time_seconds": ("From the first token to the end.", LATENCY_BUCKETS_S),
+    "request_params_max_tokens": ("max_tokens of requests that set it.", TOKEN_BUCKETS),
     "request_prompt_tokens": ("Prompt tokens of a finished request.", TOKEN_BUCKETS),
     "request_generation_tokens": ("Output tokens of a finished request.", TOKEN_BUCKETS),
     "step_time_seconds": ("From publishing a step to its result.", STEP_BUCKETS_S),
+    "step_batch_size": ("Sequences in one step.", BATCH_BUCKETS),
     "step_tokens": ("Tokens computed in one step.", TOKEN_BUCKETS),
     "worker_recovery_seconds": ("From losing the workers to having them again.", LATENCY_BUCKETS_S),
 }
+E2E_LATENCY = "e2e_request_latency_seconds"
 COUNTERS: dict[str, str] = {
     "prompt_tokens": "Prompt tokens of requests that have produced a token.",
     "generation_tokens": "Output tokens produced.",
@@ -70,24 +73,40 @@ COUNTERS: dict[str, str] = {
     "recomputed_tokens": "Tokens computed again after preemptions, pauses and worker crashes.",
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "refused_requests": "Requests answered with an error at once: unusable, or the queues were full.",
+    "started_requests": "Requests that left the waiting queue for their first step.",
+    "prefix_cache_hit_requests": "Started requests that found a part of their prompt in the prefix cache.",
+    "prefix_cache_host_hits": "Tokens found in the prefix cache whose KV was brought back from the host.",
+    "swapped_out_blocks": "KV blocks copied to the host when the device had to give them up.",
+    "swapped_in_blocks": "KV blocks copied back from the host.",
+    "stored_blocks": "KV blocks written to files.",
+    "loaded_blocks": "KV blocks read back from files.",
+    "storage_failures": "KV blocks that could not be written or read.",
     "num_steps": "Steps answered by the workers.",
     "worker_crashes": "Times the workers were lost.",
+    "worker_restarts": "Times a new group of workers took over.",
     "weight_updates": "Successful weight updates.",
 }
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 Gauges = Mapping[str, tuple[str, float]]
+Infos = Mapping[str, Mapping[str, str]]
+INFO_TEXTS = {
+    "cache_config_info": "Settings of the KV cache, as labels.",
+    "weight_version_info": "The version of the weights that serve, as a label.",
+}
 
 
 class EngineMetrics:
-    """Numbers of one engine. ``gauges`` returns name -> (help, value) and is called at scrape."""
+    """Numbers of one engine. ``gauges`` (name -> help, value) and ``infos`` (name -> labels) are called at scrape."""
 
-    def __init__(self, model_name: str, gauges: Callable[[], Gauges], info: Callable[[], Mapping[str, str]]):
+    def __init__(self, model_name: str, gauges: Callable[[], Gauges], infos: Callable[[], Infos]):
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.e2e_latency = {reason: Histogram(LATENCY_BUCKETS_S) for reason in FINISH_REASONS}
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(self, model_name, gauges, info))
+        self._registry.register(_EngineCollector(self, model_name, gauges, infos))
 
     def render(self) -> str:
         """All metrics in Prometheus' text format."""
@@ -95,11 +114,11 @@ class EngineMetrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, metrics: EngineMetrics, model_name: str, gauges: Callable[[], Gauges], info: Callable[[], Mapping[str, str]]):
+    def __init__(self, metrics: EngineMetrics, model_name: str, gauges: Callable[[], Gauges], infos: Callable[[], Infos]):
         self._metrics = metrics
         self._model_name = model_name
         self._gauges = gauges
-        self._info = info
+        self._infos = infos
 
     def describe(self) -> Iterable[Metric]:
         return []  # without it, registering would call collect() before the engine exists
@@ -111,18 +130,22 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=label)
             gauge.add_metric(model, value)
             yield gauge
-        info = dict(self._info())
-        state = GaugeMetricFamily(PREFIX + "cache_config_info", "Settings of the KV cache and the version of the weights.", labels=[*label, *info])
-        state.add_metric([*model, *info.values()], 1)
-        yield state
+        for name, info in self._infos().items():
+            state = GaugeMetricFamily(PREFIX + name, INFO_TEXTS[name], labels=[*label, *info])
+            state.add_metric([*model, *info.values()], 1)
+            yield state
         for name, value in self._metrics.counters.items():
             counter = CounterMetricFamily(PREFIX + name, COUNTERS[name], labels=label)
             counter.add_metric(model, value)
             yield counter
-        finished = CounterMetricFamily(PREFIX + "request_success", "Finished requests by reason.", labels=[*label, "finished_reason"])
+        finished = CounterMetricFamily(PREFIX + "request_success", "Finished requests by reason.", labels=[*label, "finish_reason"])
         for reason, value in self._metrics.finished.items():
             finished.add_metric([*model, reason], value)
         yield finished
+        latency = HistogramMetricFamily(PREFIX + E2E_LATENCY, "From a request's arrival in the engine to its end.", labels=[*label, "finish_reason"])
+        for reason, histogram in self._metrics.e2e_latency.items():
+            latency.add_metric([*model, reason], histogram.cumulative(), histogram.total)
+        yield latency
         for name, histogram in self._metrics.histograms.items():
             family = HistogramMetricFamily(PREFIX + name, HISTOGRAMS[name][0], labels=label)
             family.add_metric(model, histogram.cumulative(), histogram.total)

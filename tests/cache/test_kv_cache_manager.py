@@ -42,14 +42,14 @@ def test_a_prefix_is_found_once_it_is_registered_and_never_the_last_token() -> N
     assert hits == 0
     probe = SequenceBlocks()
     kv.identify(probe, ROOT, tokens)
-    assert kv.lookup(probe, 12) == []
+    assert kv.lookup(probe, 12).blocks == []
     assert kv.is_being_computed(probe, 0, 12)
     kv.register(first, 7)
-    assert kv.lookup(probe, 12) == first.block_ids[:1]
+    assert kv.lookup(probe, 12).blocks == first.block_ids[:1]
     assert kv.is_being_computed(probe, 1, 12)
     kv.register(first, 12)
     # All three blocks are known, but the last token must be left to compute.
-    assert kv.lookup(probe, 12) == first.block_ids[:2]
+    assert kv.lookup(probe, 12).blocks == first.block_ids[:2]
     assert not kv.is_being_computed(probe, 2, 12)
     second, hits = admitted(kv, tokens)
     assert hits == 2
@@ -76,16 +76,16 @@ def test_growing_registers_the_block_that_became_full() -> None:
     kv = KVCacheManager(20, SIZE, enable_prefix_caching=True)
     sequence, _ = admitted(kv, packed(1, 2, 3))
     kv.register(sequence, 3)
-    kv.grow_decoding([sequence], packed(1, 2, 3, 9))
+    kv.grow_decoding([sequence], [memoryview(packed(1, 2, 3, 9))])
     assert len(sequence.block_ids) == 2
     probe = SequenceBlocks()
     kv.identify(probe, ROOT, packed(1, 2, 3, 9, 5))
-    assert kv.lookup(probe, 5) == sequence.block_ids[:1]
+    assert kv.lookup(probe, 5).blocks == sequence.block_ids[:1]
     # A prompt that fills its last block exactly has registered it already: growing must not chain it again.
     exact, _ = admitted(kv, packed(7, 7, 7, 7))
     kv.register(exact, 4)
     keys = list(exact.keys)
-    kv.grow_decoding([exact], packed(7, 7, 7, 7))
+    kv.grow_decoding([exact], [memoryview(packed(7, 7, 7, 7))])
     assert exact.keys == keys
     kv.check([sequence, exact])
 
@@ -119,7 +119,7 @@ def test_flush_and_disown_hide_what_runs() -> None:
     kv.disown(second, 2)
     third = SequenceBlocks()
     kv.identify(third, ROOT, packed(*range(8), 50, 51, 52, 53, 54))
-    assert kv.lookup(third, 13) == first.block_ids[:2]
+    assert kv.lookup(third, 13).blocks == first.block_ids[:2]
     kv.release(second)
     kv.check([first])
 
@@ -128,7 +128,7 @@ def test_without_caching_nothing_has_keys() -> None:
     kv = KVCacheManager(20, SIZE, enable_prefix_caching=False)
     first, _ = admitted(kv, packed(*range(12)))
     kv.register(first, 12)
-    kv.grow_decoding([first], b"")
+    kv.grow_decoding([first], [memoryview(packed(8, 9, 10, 11))])
     kv.release(first)
     assert admitted(kv, packed(*range(12)))[1] == 0
     assert len(kv.index) == 0

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fastengine.config import EngineConfig
@@ -13,7 +14,7 @@ from fastengine.engine.core import EngineCore, ModelLimits
 from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse
 from fastengine.protocol.outputs import EngineError, OutputBatch, TokenOutput
 from fastengine.protocol.requests import GenerateRequest, SamplingParams
-from fastengine.protocol.steps import StepPlan
+from fastengine.protocol.steps import StepPlan, WorkerCommand
 from fastengine.protocol.tokens import pack_token_ids
 from tests.engine.fake_worker import EOS, VOCAB, FakeWorker, WorkerDied
 
@@ -73,11 +74,26 @@ def make_config(**flags: Any) -> EngineConfig:
 class Driver:
     """Steps are run in order; with ``lag`` steps are left in flight between turns."""
 
-    def __init__(self, num_blocks: int = 32, max_model_len: int = MAX_MODEL_LEN, **flags: Any):
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        max_model_len: int = MAX_MODEL_LEN,
+        num_host_blocks: int = 0,
+        max_swaps: int | None = None,
+        num_disk_blocks: int = 0,
+        **flags: Any,
+    ):
         self.config = make_config(**flags)
         self.time = 100.0
         self.limits = ModelLimits(max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids=(EOS,))
-        self.core = EngineCore(self.config, self.limits, num_blocks, clock=lambda: self.time, wall_clock=lambda: self.time)
+        self.num_host_blocks = num_host_blocks
+        self.num_disk_blocks = num_disk_blocks
+        self.disk: dict[bytes, np.ndarray] = {}
+        # For the workers' threads, not answered; beside each the plan it comes after.
+        self.transfers: deque[tuple[int, WorkerCommand]] = deque()
+        self.core = EngineCore(
+            self.config, self.limits, num_blocks, num_host_blocks, num_disk_blocks, max_swaps, clock=lambda: self.time, wall_clock=lambda: self.time
+        )
         self.num_blocks = num_blocks
         self.worker = self.new_worker()
         self.published: deque[StepPlan] = deque()
@@ -88,7 +104,17 @@ class Driver:
 
     def new_worker(self, weights: int = 1) -> FakeWorker:
         scheduler = self.config.scheduler
-        return FakeWorker(self.num_blocks, self.config.cache.block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, weights=weights)
+        return FakeWorker(
+            self.num_blocks,
+            self.config.cache.block_size,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            self.num_host_blocks,
+            self.core.kv_swaps_per_step,
+            self.num_disk_blocks,
+            disk=self.disk,
+            weights=weights,
+        )
 
     # -- clients --------------------------------------------------------------------------------
 
@@ -162,6 +188,12 @@ class Driver:
         """Carry out what the engine wants sent, commands first; whether there was anything."""
         commands = self.core.take_commands()
         for command in commands:
+            if command.name in ("store_blocks", "load_blocks"):
+                assert len(command.args["keys"]) == len(command.args["blocks"]) == len(set(command.args["blocks"]))
+                self.transfers.append((self.published[-1].step_id if self.published else -1, command))
+                continue
+            if command.name == "sleep":
+                self.finish_transfers()
             if command.name not in ("profile", "log_level", "checksum"):
                 assert not self.published, f"{command.name} with a step in flight"
             for rank in range(self.config.parallel.tensor_parallel_size):
@@ -171,6 +203,23 @@ class Driver:
             self.published.append(plan)
             plans += 1
         return bool(commands or plans)
+
+    def finish_transfers(self, most: int = 1000) -> bool:
+        """The workers' threads do their oldest transfers, at the last moment; False when there is none to be done.
+
+        Workers take plans and commands in order: a transfer begins when the plans before it have run.
+        """
+        count = 0
+        while self.transfers and count < most:
+            after, command = self.transfers[0]
+            if self.published and self.published[0].step_id <= after:
+                break
+            self.transfers.popleft()
+            count += 1
+            result = self.worker.reply(command)
+            for rank in range(self.config.parallel.tensor_parallel_size):
+                self.core.process_reply(msgspec.structs.replace(result, rank=rank))
+        return count > 0
 
     def answer(self) -> bool:
         """Run the oldest published step; False when there is none. A dying worker is restarted."""
@@ -187,6 +236,7 @@ class Driver:
         """The worker dies with whatever it has not answered, and another takes its place."""
         poison, failing = self.worker.poison, self.worker.failing
         self.published.clear()
+        self.transfers.clear()
         self.core.workers_lost()
         self.deliver()
         self.worker = self.new_worker()
@@ -199,6 +249,7 @@ class Driver:
         self.core.expire()
         moved = self.publish()
         moved = self.answer() or moved
+        moved = self.finish_transfers(1) or moved
         self.deliver()
         return moved
 

@@ -66,6 +66,9 @@ class FakeWorker:
     block_size: int
     num_slots: int
     max_batched_tokens: int
+    num_host_blocks: int = 0
+    max_swaps: int = 0
+    num_disk_blocks: int = 0
     weights: int = 1
     check_weights: bool = True  # off while requests go on over KV of older weights
     prepared: int | None = None
@@ -75,10 +78,14 @@ class FakeWorker:
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)  # command name -> error
     last_batch: list[str] = field(default_factory=list)
     step_tokens: list[int] = field(default_factory=list)
+    step_swaps: list[int] = field(default_factory=list)
     last_step: int = -1
+    disk: dict[bytes, np.ndarray] = field(default_factory=dict)  # outlives workers
+    disk_is_broken: bool = False
 
     def __post_init__(self) -> None:
         self.kv = np.full((self.num_blocks, self.block_size), -1, dtype=np.int64)
+        self.host_kv = np.full((self.num_host_blocks, self.block_size), -1, dtype=np.int64)
         self.slots: dict[int, FakeSlot] = {}
 
     # -- steps ----------------------------------------------------------------------------------
@@ -87,6 +94,7 @@ class FakeWorker:
         assert not self.asleep, "a step while asleep"
         assert plan.step_id > self.last_step, "steps out of order"
         self.last_step = plan.step_id
+        self.swap(plan)
         for slot in ints(plan.released):
             self.slots.pop(slot)
         for started in plan.started:
@@ -102,12 +110,27 @@ class FakeWorker:
         rows += list(zip(ints(plan.chunk_slots), ints(plan.chunk_starts), ints(plan.chunk_lengths), strict=True))
         assert len({slot for slot, _, _ in rows}) == len(rows), "a slot twice in one step"
         num_tokens = sum(length for _, _, length in rows)
-        assert 0 < num_tokens <= self.max_batched_tokens, f"{num_tokens} tokens in one step"
+        assert num_tokens <= self.max_batched_tokens, f"{num_tokens} tokens in one step"
+        assert num_tokens or plan.swap_in or plan.swap_out, "an empty step"
         self.step_tokens.append(num_tokens)
         self.last_batch = [self.slots[slot].request_id for slot, _, _ in rows]
         if self.poison & set(self.last_batch):
             raise WorkerDied(self.last_batch)
         return self.forward(plan.step_id, rows)
+
+    def swap(self, plan: StepPlan) -> None:
+        out, back = np.reshape(ints(plan.swap_out), (-1, 2)).astype(int), np.reshape(ints(plan.swap_in), (-1, 2)).astype(int)
+        self.step_swaps.append(max(len(out), len(back)))
+        assert self.step_swaps[-1] <= self.max_swaps, "too many copies in one step"
+        for pairs in (out, back):
+            targets = pairs[:, 1].tolist()
+            assert len(set(targets)) == len(targets), "two copies into one block"
+        for device, host in out.tolist():
+            assert (self.kv[device] >= 0).all(), f"block {device} is saved and holds nothing whole"
+            self.host_kv[host] = self.kv[device]
+        for host, device in back.tolist():
+            assert (self.host_kv[host] >= 0).all(), f"host block {host} is brought back and holds nothing"
+            self.kv[device] = self.host_kv[host]
 
     def forward(self, step_id: int, rows: list[tuple[int, int, int]]) -> StepResult:
         # As in a real forward pass, all rows write before any row reads.
@@ -170,13 +193,33 @@ class FakeWorker:
             self.asleep |= set(command.args["tags"])
             if "kv_cache" in self.asleep:
                 self.kv[:] = -1
+                self.host_kv[:] = -1
         elif command.name == "wakeup":
             self.asleep -= set(command.args["tags"])
         elif command.name == "checksum":
             return {"checksum": f"{self.weights:08x}"}
+        elif command.name in ("store_blocks", "load_blocks"):
+            return {"failed": self.transfer(command.name, **command.args)}
         else:
             assert command.name in ("profile", "log_level"), command.name
         return {}
+
+    def transfer(self, name: str, keys: list[bytes], blocks: list[int], remove: list[bytes] | None = None) -> list[int]:
+        failed = []
+        for key in remove or ():
+            self.disk.pop(key, None)
+        assert len(self.disk) + (len(keys) if name == "store_blocks" else 0) <= self.num_disk_blocks, "the disk is too small"
+        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            if self.disk_is_broken:
+                failed.append(i)
+            elif name == "store_blocks":
+                assert (self.host_kv[block] >= 0).all(), f"host block {block} is stored and holds nothing"
+                self.disk[key] = self.host_kv[block].copy()
+            elif key in self.disk:
+                self.host_kv[block] = self.disk[key]
+            else:
+                failed.append(i)
+        return failed
 
     def reply(self, command: WorkerCommand, rank: int = 0) -> WorkerReply:
         try:

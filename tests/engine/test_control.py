@@ -470,10 +470,10 @@ def test_server_info_and_metrics() -> None:
     text = driver.call(GetMetrics()).result["text"]
     for line in (
         'fastengine:num_requests_running{model_name="tiny"} 0.0',
-        'fastengine:request_success_total{finished_reason="length",model_name="tiny"} 3.0',
+        'fastengine:request_success_total{finish_reason="length",model_name="tiny"} 3.0',
         'fastengine:generation_tokens_total{model_name="tiny"} 120.0',
         'fastengine:available_gpu_block_num{model_name="tiny"} 32.0',
         'fastengine:time_per_output_token_seconds_count{model_name="tiny"} 117.0',
-        'fastengine:e2e_request_latency_seconds_bucket{le="600.0",model_name="tiny"} 3.0',
+        'fastengine:e2e_request_latency_seconds_bucket{finish_reason="length",le="600.0",model_name="tiny"} 3.0',
     ):
         assert line in text

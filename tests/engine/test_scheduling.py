@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fastengine.engine.admitter import MAX_BYPASSES, MAX_STARTED_BYTES
 from fastengine.engine.request_state import RequestStatus
-from fastengine.engine.resource_manager import MAX_BYPASSES
 from tests.engine.driver import Driver, Received
 from tests.engine.fake_worker import ints
 from tests.engine.test_steps import assert_right, overlap, prompt
@@ -200,8 +200,6 @@ def test_block_tables_are_never_sent_again() -> None:
 
 
 def test_a_plan_starts_only_so_many_bytes() -> None:
-    from fastengine.engine.resource_manager import MAX_STARTED_BYTES
-
     length = 50_000
     driver = Driver(num_blocks=100_000, max_model_len=length + 10, max_num_batched_tokens=2_000_000, max_num_seqs=32, check_invariants=False)
     for i in range(24):

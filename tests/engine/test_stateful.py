@@ -28,8 +28,11 @@ class EngineMachine(RuleBasedStateMachine):
         num_seqs=st.integers(1, 6),
         budget=st.sampled_from([6, 16, 64]),
         threshold=st.sampled_from([0, 5]),
+        num_host_blocks=st.sampled_from([0, 5, 12, 60]),
+        max_swaps=st.sampled_from([1, 2, 8]),
+        num_disk_blocks=st.sampled_from([0, 3, 60]),
     )
-    def start(self, num_blocks: int, overlap: bool, caching: bool, policy: str, num_seqs: int, budget: int, threshold: int) -> None:
+    def start(self, num_blocks: int, overlap: bool, caching: bool, policy: str, num_seqs: int, budget: int, threshold: int, **host: int) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
             overlap=overlap,
@@ -40,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             max_model_len=80,
             max_num_partial_prefills=2,
+            **(host if host["num_host_blocks"] else {}),
         )
         self.received: list[Received] = []
         self.checked: dict[int, int] = {}  # handle -> tokens that were compared
@@ -66,6 +70,15 @@ class EngineMachine(RuleBasedStateMachine):
         fields["logprobs"] = 0 if logprobs else None
         fields["prompt_logprobs"] = 0 if prompt_logprobs else None
         self.received += [self.driver.add(prompt, client=client, stop_token_ids=tuple(stops), **fields) for _ in range(count)]
+
+    @rule(bases=st.lists(st.integers(0, 4), min_size=2, max_size=6), length=st.integers(24, 60))
+    def converse(self, bases: list[int], length: int) -> None:
+        # Long prompts that come again after others: what the host keeps is brought back.
+        for base in bases:
+            prompt = [3 + (base * 11 + i * i) % 60 for i in range(length)]
+            self.received.append(self.driver.add(prompt, max_tokens=2, ignore_eos=True))
+            for _ in range(6):
+                self.driver.turn()
 
     @rule(data=st.data())
     def disconnect_one(self, data: st.DataObject) -> None:
@@ -101,6 +114,14 @@ class EngineMachine(RuleBasedStateMachine):
     def answer_only(self) -> None:
         self.driver.answer()
         self.driver.deliver()
+
+    @rule(count=st.integers(1, 3))
+    def finish_transfers(self, count: int) -> None:
+        self.driver.finish_transfers(count)
+
+    @rule(broken=st.booleans())
+    def break_the_disk(self, broken: bool) -> None:
+        self.driver.worker.disk_is_broken = broken
 
     @rule()
     def crash(self) -> None:
@@ -192,4 +213,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+TestEngine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
