@@ -123,7 +123,10 @@ class WorkerOperations:
             raise ControlError(409, "the weights are asleep: wake them up first")
         replies: Replies = yield Send("checksum")
         raise_on_error(replies)
-        return {"weight_version": self._lifecycle.weight_version, "checksums": [reply.result["checksum"] for reply in replies]}
+        found = {reply.result["checksum"] for reply in replies}  # of the whole model, so the same on every rank
+        if len(found) > 1:
+            raise ControlError(500, f"the ranks hold different weights: {sorted(found)}; update the weights again")
+        return {"weight_version": self._lifecycle.weight_version, "checksum": found.pop()}
 
     # -- memory ---------------------------------------------------------------------------------
 
