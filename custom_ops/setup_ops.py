@@ -23,10 +23,18 @@ CPU = HERE / "cpu"
 LIBRARY_NAME = "libfastengine_cpu.so"
 
 # Compiled once for any x86-64 processor.
-PLAIN_SOURCES = [CPU / "binding.cpp", CPU / "control.cpp", CPU / "kernels" / "thread_pool.cpp"]
+PLAIN_SOURCES = [
+    *(CPU / "binding.cpp", CPU / "control.cpp", CPU / "kernels" / "thread_pool.cpp"),
+    *(CPU / "fused" / f"{name}.cpp" for name in ("api", "pack")),
+]
 KERNEL_SOURCES = [
     CPU / "kernels" / f"{name}.cpp" for name in ("attention", "attention_decode", "attention_prefill", "elementwise", "logits", "rotary", "sample")
 ]
+# The fused step; its AVX-512 version needs the int8 dot product as well, and is chosen by its own check.
+FUSED_SOURCES = [
+    CPU / "fused" / f"{name}.cpp" for name in ("attention_float", "attention_int8", "gemm_float", "gemm_int4", "gemm_int8", "quantize", "step")
+]
+FUSED_FLAGS = {"avx2": [], "avx512": ["-mavx512vnni"]}
 INSTRUCTION_SETS = {
     "avx2": ["-mavx2", "-mfma"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
@@ -44,7 +52,7 @@ class BuildError(RuntimeError):
 
 
 def sources() -> list[Path]:
-    return [*PLAIN_SOURCES, *KERNEL_SOURCES]
+    return [*PLAIN_SOURCES, *KERNEL_SOURCES, *FUSED_SOURCES]
 
 
 def headers() -> list[Path]:
@@ -95,9 +103,10 @@ def compile_commands(compiler: str, paddle: Path, objects: Path) -> list[list[st
         extra = [*BINDING_FLAGS, *includes] if source.name == "binding.cpp" else []
         commands.append([*base, *extra, "-c", str(source), "-o", str(objects / f"{source.stem}.o")])
     for name, flags in INSTRUCTION_SETS.items():
-        for source in KERNEL_SOURCES:
+        for source in (*KERNEL_SOURCES, *FUSED_SOURCES):
+            own = FUSED_FLAGS[name] if source in FUSED_SOURCES else []
             output = objects / f"{source.stem}.{name}.o"
-            commands.append([*base, *KERNEL_FLAGS, *flags, f"-DFE_ISA={name}", "-c", str(source), "-o", str(output)])
+            commands.append([*base, *KERNEL_FLAGS, *flags, *own, f"-DFE_ISA={name}", "-c", str(source), "-o", str(output)])
     return commands
 
 

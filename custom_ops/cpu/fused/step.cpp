@@ -1,0 +1,326 @@
+// One step of a dense decoder over a ragged batch. See views.h for the data, team.h for the threads.
+#include "step.h"
+
+#include "../kernels/thread_pool.h"
+#include "gemm_run.h"
+#include "rows.h"
+#include "workspace.h"
+
+namespace fastengine {
+namespace FE_ISA {
+namespace {
+
+// Memory for the activations of one or two linears of equal input, which may differ in layout and group.
+Activations cut_activations(Cutter* cutter, const LinearView& w, const LinearView& other, int64_t num_rows) {
+  Activations a;
+  a.num_rows = num_rows;
+  a.padded_k = w.padded_k;
+  a.group = min_i(w.group, other.group);
+  const bool any_quantized = w.layout != Layout::kFloat32 || other.layout != Layout::kFloat32;
+  const bool any_float = w.layout == Layout::kFloat32 || other.layout == Layout::kFloat32;
+  const int64_t quantized_rows = any_quantized ? num_rows : 0, num_groups = w.padded_k / a.group;
+  a.values = cutter->take<int8_t>(quantized_rows * w.padded_k);
+  a.scales = cutter->take<float>(quantized_rows * num_groups);
+  a.starts = cutter->take<int32_t>(quantized_rows * num_groups);
+  a.rows = cutter->take<float>(any_float ? num_rows * w.padded_k : 0);
+  a.quantized = false;
+  return a;
+}
+
+// The same memory in the form that one linear reads.
+Activations for_linear(const Activations& a, const LinearView& w) {
+  Activations out = a;
+  out.group = w.group;
+  out.quantized = w.layout != Layout::kFloat32;
+  return out;
+}
+
+int64_t count_tasks(const ModelView& m, const StepArgs& s) {
+  const int64_t per_task = queries_per_task(m.shape.num_heads / m.shape.num_kv_heads);
+  int64_t n = 0;
+  for (int64_t i = 0; i < s.num_seqs; ++i) n += ceil_div(s.query_starts[i + 1] - s.query_starts[i], per_task) * m.shape.num_kv_heads;
+  return n;
+}
+
+// The last queries of a prefill see the most keys: they come first, so that no thread ends with one.
+void fill_tasks(const ModelView& m, const StepArgs& s, AttentionTask* tasks) {
+  const int64_t per_task = queries_per_task(m.shape.num_heads / m.shape.num_kv_heads);
+  int64_t n = 0;
+  for (int64_t i = 0; i < s.num_seqs; ++i) {
+    const int64_t begin = s.query_starts[i], length = s.query_starts[i + 1] - begin, start = s.context_lens[i] - length;
+    for (int64_t t = ceil_div(length, per_task) - 1; t >= 0; --t) {
+      const int64_t first = t * per_task, count = min_i(per_task, length - first);
+      for (int64_t head = 0; head < m.shape.num_kv_heads; ++head) {
+        tasks[n++] = {static_cast<int32_t>(begin + first), static_cast<int32_t>(count), static_cast<int32_t>(start + first), static_cast<int32_t>(head), static_cast<int32_t>(i)};
+      }
+    }
+  }
+}
+
+int64_t scratch_bytes(const ModelView& m) {
+  int64_t bytes = attention_scratch_bytes(m.shape.head_dim) + 4 * m.shape.hidden + 64;
+  const auto widen = [&](const LinearView& w) { bytes = max_i(bytes, 2 * expanded_panel_bytes(w)); };
+  for (int64_t l = 0; l < m.shape.num_layers; ++l) widen(m.layers[l].qkv), widen(m.layers[l].output), widen(m.layers[l].gate_up), widen(m.layers[l].down);
+  widen(m.head);
+  return ceil_div(bytes, 64) * 64 + 64;
+}
+
+Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* base) {
+  Cutter cutter(base);
+  const LayerView& layer = m.layers[0];
+  const int64_t t = s.num_tokens, r = max_i(1, s.num_samples);
+  Workspace w;
+  w.team = cutter.take<Team>(1);
+  TaskCounter* const counters = cutter.take<TaskCounter>(m.shape.num_layers * kPhasesPerLayer + 8);
+  if (base != nullptr) {
+    *w.team = {num_threads, counters, 0, 0};
+    for (int64_t i = 0; i < m.shape.num_layers * kPhasesPerLayer + 8; ++i) counters[i].next = 0;
+  }
+  w.qkv_stride = layer.qkv.num_panels * kPanel;
+  w.gated_stride = layer.gate_up.num_panels * kPanel / 2;
+  w.x = cutter.take<float>(t * m.shape.hidden);
+  w.qkv = cutter.take<float>(t * w.qkv_stride);
+  w.attended = cutter.take<float>(t * m.shape.num_heads * m.shape.head_dim);
+  w.gated = cutter.take<float>(t * w.gated_stride);
+  w.samples = cutter.take<float>(r * m.shape.hidden);
+  w.input = cut_activations(&cutter, layer.qkv, layer.gate_up, t);
+  w.context = cut_activations(&cutter, layer.output, layer.output, t);
+  w.product = cut_activations(&cutter, layer.down, layer.down, t);
+  w.last = cut_activations(&cutter, m.head, m.head, r);
+  w.num_tasks = count_tasks(m, s);
+  w.tasks = cutter.take<AttentionTask>(w.num_tasks);
+  w.scratch_bytes = scratch_bytes(m);
+  w.scratch = cutter.take<uint8_t>(num_threads * w.scratch_bytes);
+  w.best_values = cutter.take<float>(num_threads * r);
+  w.best_ids = cutter.take<int32_t>(num_threads * r);
+  w.num_bytes = cutter.used();
+  return w;
+}
+
+Vec silu(Vec gate) { return vdiv(gate, vadd(vset(1.0f), vexp(vsub(vzero(), gate)))); }
+
+struct Step {
+  const ModelView& m;
+  const StepArgs& s;
+  const Workspace& w;
+
+  uint8_t* scratch(const Member& me) const { return w.scratch + me.index * w.scratch_bytes; }
+
+  void embed(Member& me) const {
+    for_tasks(me, s.num_tokens, 4, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t) embedding_row(m.embedding, s.token_ids[t], w.x + t * m.shape.hidden);
+    });
+  }
+
+  void norm_and_quantize(Member& me, const float* weight, const Activations& out) const {
+    const int64_t h = m.shape.hidden;
+    float* const row = reinterpret_cast<float*>(scratch(me));
+    for_tasks(me, s.num_tokens, 1, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t) {
+        norm_row(w.x + t * h, weight, h, m.shape.rms_epsilon, row);
+        quantize_row(row, h, t, out);
+      }
+    });
+  }
+
+  void quantize(Member& me, const float* rows, int64_t stride, int64_t k, const Activations& out) const {
+    for_tasks(me, s.num_tokens, 1, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t) quantize_row(rows + t * stride, k, t, out);
+    });
+  }
+
+  void project_qkv(Member& me, const LayerView& layer) const {
+    run_gemm<1>(me, layer.qkv, for_linear(w.input, layer.qkv), scratch(me), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kTileRows * kPanel]) {
+      for (int64_t r = 0; r < n; ++r) {
+        for (int64_t v = 0; v < kPanel; v += kLanes) vstore(w.qkv + (first + r) * w.qkv_stride + panel * kPanel + v, vload(values[0] + r * kPanel + v));
+      }
+    });
+  }
+
+  KvLayer cache(int64_t l) const {
+    KvLayer c;
+    c.type = static_cast<KvType>(s.kv_type);
+    c.key = s.key_caches[l];
+    c.value = s.value_caches[l];
+    c.key_scale = s.key_scales != nullptr ? s.key_scales[l] : nullptr;
+    c.value_scale = s.value_scales != nullptr ? s.value_scales[l] : nullptr;
+    c.block_size = s.block_size;
+    c.num_kv_heads = m.shape.num_kv_heads;
+    c.head_dim = m.shape.head_dim;
+    return c;
+  }
+
+  void rotate_and_store(Member& me, const LayerView& layer, const KvLayer& c) const {
+    const ModelShape& p = m.shape;
+    for_tasks(me, s.num_tokens, 1, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t) {
+        float* const row = w.qkv + t * w.qkv_stride;
+        const float* const cos_sin = m.cos_sin + s.positions[t] * p.rotary_dim;
+        for (int64_t h = 0; h < p.num_heads + p.num_kv_heads; ++h) {
+          float* const head = row + h * p.head_dim;
+          const float* const norm = h < p.num_heads ? layer.query_norm : layer.key_norm;
+          if (norm != nullptr) norm_row(head, norm, p.head_dim, p.rms_epsilon, head);
+          rotate_head(head, cos_sin, p.rotary_dim, p.rope_interleaved != 0);
+        }
+        if (s.slot_mapping[t] < 0) continue;
+        const float *const keys = row + p.num_heads * p.head_dim, *const values = keys + p.num_kv_heads * p.head_dim;
+        for (int64_t h = 0; h < p.num_kv_heads; ++h) write_kv(c, s.slot_mapping[t], h, keys + h * p.head_dim, values + h * p.head_dim);
+      }
+    });
+  }
+
+  void attend(Member& me, const KvLayer& c) const {
+    const AttentionInput in{c, w.qkv, w.qkv_stride, w.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale};
+    for_tasks(me, w.num_tasks, 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) attention(in, w.tasks[i], scratch(me));
+    });
+  }
+
+  // x += the product.
+  void project_and_add(Member& me, const LinearView& linear, const Activations& a) const {
+    const int64_t h = m.shape.hidden;
+    run_gemm<1>(me, linear, a, scratch(me), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kTileRows * kPanel]) {
+      for (int64_t r = 0; r < n; ++r) {
+        for (int64_t v = 0; v < kPanel && panel * kPanel + v < h; v += kLanes) {
+          float* const target = w.x + (first + r) * h + panel * kPanel + v;
+          const int64_t lanes = min_i(kLanes, h - panel * kPanel - v);
+          vstore_n(target, vadd(vload_n(target, lanes), vload(values[0] + r * kPanel + v)), lanes);
+        }
+      }
+    });
+  }
+
+  // Two panels hold the gates and ups of 32 features: one group of the next linear's activations.
+  void gate(Member& me, const LayerView& layer) const {
+    const Activations product = for_linear(w.product, layer.down);
+    const bool at_once = product.quantized && product.group == 32 && layer.gate_up.num_panels * 16 == product.padded_k;
+    run_gemm<2>(me, layer.gate_up, for_linear(w.input, layer.gate_up), scratch(me), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kTileRows * kPanel]) {
+      const int64_t num_panels = min_i(2, layer.gate_up.num_panels - panel);
+      for (int64_t r = 0; r < n; ++r) {
+        alignas(64) float gated[32];
+        for (int64_t p = 0; p < num_panels; ++p) {
+          const float* const pair = values[p] + r * kPanel;
+          for (int64_t v = 0; v < 16; v += kLanes) vstore(gated + p * 16 + v, vmul(silu(vload(pair + v)), vload(pair + 16 + v)));
+        }
+        if (at_once) {
+          quantize_group(gated, first + r, panel / 2, product);
+        } else {
+          float* const target = w.gated + (first + r) * w.gated_stride + panel * 16;
+          for (int64_t v = 0; v < num_panels * 16; v += kLanes) vstore(target + v, vload(gated + v));
+        }
+      }
+    });
+    if (!at_once) quantize(me, w.gated, w.gated_stride, m.shape.intermediate, product);
+  }
+
+  void last_norm(Member& me) const {
+    const int64_t h = m.shape.hidden;
+    const Activations last = for_linear(w.last, m.head);
+    for_tasks(me, s.num_samples, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        float* const row = w.samples + r * h;
+        norm_row(w.x + s.sample_rows[r] * h, m.final_norm, h, m.shape.rms_epsilon, row);
+        quantize_row(row, h, r, last);
+        if (s.hidden_out != nullptr) __builtin_memcpy(s.hidden_out + r * h, row, static_cast<size_t>(h) * sizeof(float));
+      }
+    });
+  }
+
+  void head(Member& me) const {
+    const int64_t vocab = m.shape.vocab, rows = s.num_samples;
+    float* const best_values = w.best_values + me.index * rows;
+    int32_t* const best_ids = w.best_ids + me.index * rows;
+    for (int64_t r = 0; r < rows; ++r) best_values[r] = -3.4e38f, best_ids[r] = 0x7fffffff;
+    run_gemm<1>(me, m.head, for_linear(w.last, m.head), scratch(me), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kTileRows * kPanel]) {
+      const int64_t columns = min_i(kPanel, vocab - panel * kPanel);
+      for (int64_t r = 0; r < n; ++r) {
+        const float* const row = values[0] + r * kPanel;
+        if (s.logits != nullptr) {
+          float* const target = s.logits + (first + r) * vocab + panel * kPanel;
+          for (int64_t v = 0; v < columns; v += kLanes) vstore_n(target + v, vload(row + v), min_i(kLanes, columns - v));
+        }
+        if (s.token_out != nullptr) take_best(row, columns, panel * kPanel, best_values + first + r, best_ids + first + r);
+      }
+    });
+  }
+
+  // Panels come in any order: of equal values the lowest id wins.
+  void take_best(const float* row, int64_t columns, int64_t first_id, float* value, int32_t* id) const {
+    Vec most = vset(-3.4e38f);
+    for (int64_t v = 0; v < columns; v += kLanes) most = vmax(most, vkeep_n(vload(row + v), min_i(kLanes, columns - v), vset(-3.4e38f)));
+    const float largest = vmaximum(most);
+    if (largest < *value) return;
+    for (int64_t i = 0; i < columns; ++i) {
+      const int32_t candidate = static_cast<int32_t>(first_id + i);
+      if (row[i] > *value || (row[i] == *value && candidate < *id)) *value = row[i], *id = candidate;
+    }
+  }
+
+  void run(Member& me) const {
+    embed(me);
+    for (int64_t l = 0; l < m.shape.num_layers; ++l) {
+      const LayerView& layer = m.layers[l];
+      const KvLayer c = cache(l);
+      norm_and_quantize(me, layer.input_norm, for_linear(w.input, layer.qkv));
+      project_qkv(me, layer);
+      rotate_and_store(me, layer, c);
+      attend(me, c);
+      quantize(me, w.attended, m.shape.num_heads * m.shape.head_dim, m.shape.num_heads * m.shape.head_dim, for_linear(w.context, layer.output));
+      project_and_add(me, layer.output, for_linear(w.context, layer.output));
+      norm_and_quantize(me, layer.post_attention_norm, for_linear(w.input, layer.gate_up));
+      gate(me, layer);
+      project_and_add(me, layer.down, for_linear(w.product, layer.down));
+    }
+    if (s.num_samples == 0) return;
+    last_norm(me);
+    head(me);
+  }
+};
+
+struct Job {
+  const Step* step;
+  Team* team;
+};
+
+void run_member(void* context, int64_t index) {
+  const Job& job = *static_cast<Job*>(context);
+  Member me{job.team, static_cast<int>(index), 0};
+  job.step->run(me);
+}
+
+}  // namespace
+
+void embedding_row(const LinearView& table, int64_t token, float* out) {
+  const uint8_t* const panel = table.weights + token / kPanel * table.panel_bytes;
+  const int64_t column = token % kPanel;
+  if (table.layout == Layout::kFloat32) {
+    for (int64_t i = 0; i < table.k; ++i) out[i] = reinterpret_cast<const float*>(panel)[i * kPanel + column];
+    return;
+  }
+  const float scale = table.scales[token];
+  for (int64_t i = 0; i < table.k; ++i) out[i] = scale * static_cast<float>(panel[i / 4 * kPanel * 4 + column * 4 + i % 4] - 128);
+}
+
+int64_t step_bytes(const ModelView& model, const StepArgs& args, int num_threads) { return cut(model, args, num_threads, nullptr).num_bytes; }
+
+void run_step(const ModelView& model, const StepArgs& args, void* memory, int num_threads) {
+  const Workspace workspace = cut(model, args, num_threads, static_cast<uint8_t*>(memory));
+  fill_tasks(model, args, workspace.tasks);
+  const Step step{model, args, workspace};
+  Job job{&step, workspace.team};
+  run_tasks(num_threads, run_member, &job);
+  if (args.token_out == nullptr) return;
+  for (int64_t r = 0; r < args.num_samples; ++r) {
+    float value = -3.4e38f;
+    int32_t id = 0x7fffffff;
+    for (int t = 0; t < num_threads; ++t) {
+      const float v = workspace.best_values[t * args.num_samples + r];
+      const int32_t candidate = workspace.best_ids[t * args.num_samples + r];
+      if (v > value || (v == value && candidate < id)) value = v, id = candidate;
+    }
+    args.token_out[r] = id == 0x7fffffff ? 0 : id;
+  }
+}
+
+}  // namespace FE_ISA
+}  // namespace fastengine
