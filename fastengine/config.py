@@ -56,6 +56,16 @@ class ModelConfig:
     tokenizer: str | None = flag(None, "Tokenizer directory or tokenizer.json; default: the model's own.", metavar="PATH")
     tokenizer_backend: Literal["auto", "tokenizers", "transformers", "paddlenlp", "paddleformers"] = flag("auto", "Library that reads the tokenizer.")
     chat_template: str | None = flag(None, "File with a Jinja chat template; default: the model's own.", metavar="FILE")
+    tool_call_parser: str | None = flag(
+        None, "How the model writes tool calls (hermes, llama3-json, mistral, ...); default: none are looked for.", metavar="NAME"
+    )
+    reasoning_parser: str | None = flag(
+        None, "How the model marks its reasoning (qwen3, deepseek-r1, ...); default: it is not looked for.", metavar="NAME"
+    )
+    tool_parser_plugin: tuple[str, ...] = flag((), "Python file(s) that register further tool and reasoning parsers.", metavar="FILE")
+    logprobs_mode: Literal["raw", "processed"] = flag(
+        "raw", "Log-probabilities of what the model says, or after penalties, bias, grammar and temperature."
+    )
     max_model_len: int | None = flag(None, "Longest prompt + output in tokens; default: the model's own context length.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "Compute type; auto: float32 on a CPU, the checkpoint's on a GPU.")
     device: Literal["auto", "cpu", "gpu"] = flag("auto", "Where the workers run; auto: what Paddle was compiled for.")
@@ -127,7 +137,7 @@ class ParallelConfig:
     worker_start_timeout: float = flag(600.0, "Seconds the workers may take to load.")
     worker_log_dir: str | None = flag(None, "Directory for the workers' logs; default: in the runtime directory.", metavar="DIR")
     max_worker_restarts: int = flag(5, "Worker crashes within ten minutes after which the engine gives up.")
-    watchdog_timeout: float = flag(300.0, "Seconds a step may take before the workers count as dead; 0: never.")
+    watchdog_timeout: float = flag(300.0, "Seconds a step, or a thread with work, may hang before its process counts as dead; 0: never.")
 
     def __post_init__(self) -> None:
         require_positive(self, "tensor_parallel_size", "cpu_threads", "worker_start_timeout")
@@ -149,6 +159,8 @@ class ServerConfig:
     request_timeout: float = flag(1800.0, "Seconds after which a request that sets no timeout_s ends with an error.")
     strict_fields: bool = flag(False, "Refuse unknown fields with 400 instead of naming them in a warning header.")
     reject_while_paused: bool = flag(False, "Answer 503 with Retry-After while paused instead of queueing.")
+    max_stored_responses: int = flag(1024, "Responses of /v1/responses kept for later requests, in memory, the oldest dropped first; 0: none.")
+    stored_responses_mib: float = flag(64.0, "Memory in MiB that the kept responses may take.")
     shutdown_timeout: float = flag(30.0, "Seconds that running requests get to finish after SIGTERM.")
     restart_engine: bool = flag(False, "Start a crashed engine process again instead of exiting.")
     cors_origins: tuple[str, ...] = flag((), "Origins allowed by CORS; default: none.", metavar="ORIGIN")
@@ -157,7 +169,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "port", f"must be in 0..65535, got {self.port}")
-        require_positive(self, "api_workers", "max_body_mib", "request_timeout")
+        require_positive(self, "api_workers", "max_body_mib", "request_timeout", "stored_responses_mib")
+        require(self.max_stored_responses >= 0, "max_stored_responses", "must not be negative")
         require(self.shutdown_timeout >= 0, "shutdown_timeout", "must not be negative")
         require((self.ssl_certfile is None) == (self.ssl_keyfile is None), "ssl_keyfile", "needs --ssl-certfile, and the other way round")
 
@@ -169,6 +182,14 @@ class ObservabilityConfig:
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag("INFO", "Least severe level that is logged.")
     log_requests: bool = flag(False, "One structured line per finished request.")
     check_invariants: bool = flag(False, "Assert the KV accounting after every step (slow; for tests).")
+    crash_dump_dir: str | None = flag(
+        None, "Directory for crash reports: the requests of the last five minutes, configuration and tracebacks, as JSON lines.", metavar="DIR"
+    )
+    dump_requests: int = flag(0, "Write every N finished requests to --crash-dump-dir, for 'fastengine replay'; 0: none.", metavar="N")
+
+    def __post_init__(self) -> None:
+        require(self.dump_requests >= 0, "dump_requests", "must not be negative")
+        require(not self.dump_requests or self.crash_dump_dir is not None, "dump_requests", "needs --crash-dump-dir to write to")
 
 
 @dataclass(frozen=True)

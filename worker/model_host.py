@@ -9,7 +9,9 @@ import paddle
 
 from fastengine.config import EngineConfig
 from fastengine.protocol.steps import StepPlan, StepResult
+from fastengine.text.load import load_tokenizer
 from fastengine.worker.batch import PersistentBatch
+from fastengine.worker.grammar import BackgroundCompiler, SlotGrammars
 from fastengine.worker.kv_cache import KVCache, KVShape, blocks_that_fit
 from fastengine.worker.layers.linear import Place
 from fastengine.worker.loader.checkpoint import Checkpoint
@@ -19,6 +21,7 @@ from fastengine.worker.model_runner import Executor, ModelExecutor, ModelRunner,
 from fastengine.worker.models.llama import LlamaForCausalLM
 from fastengine.worker.models.registry import build_model
 from fastengine.worker.parallel import TensorParallel
+from fastengine.worker.sampler import Sampler
 from fastengine.worker.sampling_table import SamplingTable
 
 # More blocks than this many full batches of the longest sequences would only make tables larger.
@@ -43,6 +46,7 @@ class ModelHost:
         self.cache: KVCache | None = None
         self.batch: PersistentBatch | None = None
         self._runner: ModelRunner | None = None
+        self._compiler = BackgroundCompiler(lambda: load_tokenizer(config.model, self.spec), self.spec.eos_token_ids)
 
     def load(self, progress: Callable[[float], None]) -> float:
         """Take memory for the weights and fill it; returns the seconds it took.
@@ -82,9 +86,13 @@ class ModelHost:
             block_size=self.config.cache.block_size,
             vocab_size=self.spec.vocab_size,
         )
-        table = SamplingTable(self.config.scheduler.max_num_seqs, self.spec.vocab_size, self.spec.eos_token_ids)
+        grammars = None if self.model is None else SlotGrammars(self._compiler, self.spec.vocab_size)
+        table = SamplingTable(self.config.scheduler.max_num_seqs, self.spec.vocab_size, self.spec.eos_token_ids, grammars)
         self.cache = KVCache(self.kv_shape(), num_blocks, num_host_blocks, self.device)
-        executor: Executor = NullExecutor() if self.model is None else ModelExecutor(self.model, self.cache, self.batch, table)
+        executor: Executor = NullExecutor()
+        if self.model is not None:
+            sampler = Sampler(table, self.batch, self.config.model.logprobs_mode)
+            executor = ModelExecutor(self.model, self.cache, self.batch, table, sampler)
         self._runner = ModelRunner(self.batch, table, executor)
 
     def step(self, plan: StepPlan) -> StepResult:

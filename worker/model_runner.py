@@ -14,12 +14,13 @@ from typing import Protocol
 import numpy as np
 import paddle
 
-from fastengine.protocol.steps import RowError, SlotLogprobs, StepPlan, StepResult
+from fastengine.protocol.steps import RowError, SlotEmbedding, SlotLogprobs, StepPlan, StepResult
 from fastengine.worker.batch import INTERNAL, PersistentBatch, StepRows, int32
 from fastengine.worker.kv_cache import KVCache
 from fastengine.worker.models.llama import LlamaForCausalLM
+from fastengine.worker.pooling import Pooler
 from fastengine.worker.sampler import Sampler, top_logprobs
-from fastengine.worker.sampling_table import SamplingTable
+from fastengine.worker.sampling_table import BAD_REQUEST, SamplingTable
 
 NULL_TOKEN = 5
 # Rows of logits computed at a time for prompt log-probabilities: they are the widest tensors there are.
@@ -33,7 +34,9 @@ class Executed:
     token_ids: np.ndarray
     logprobs: list[SlotLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SlotLogprobs] = field(default_factory=list)
-    bad_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # indices of sampling rows without a usable token
+    embeddings: list[SlotEmbedding] = field(default_factory=list)
+    # Sampling rows without a usable token: index -> (HTTP status, why).
+    bad_rows: dict[int, tuple[int, str]] = field(default_factory=dict)
     forward_us: int = 0
     sample_us: int = 0
 
@@ -59,17 +62,19 @@ class NullExecutor:
 class ModelExecutor:
     """Forward pass over the paged cache, logits of the rows that need them, sampling."""
 
-    def __init__(self, model: LlamaForCausalLM, cache: KVCache, batch: PersistentBatch, table: SamplingTable):
+    def __init__(self, model: LlamaForCausalLM, cache: KVCache, batch: PersistentBatch, table: SamplingTable, sampler: Sampler):
         self._model = model
         self._cache = cache
         self._batch = batch
         self._table = table
-        self._sampler = Sampler(table, batch)
+        self._sampler = sampler
+        self._pooler = Pooler(batch, table)
 
     def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
         started = time.perf_counter_ns()
         hidden = self._model.forward(self._batch.inputs(rows), self._cache)
         prompt_logprobs = self._prompt_logprobs(hidden, rows)
+        embeddings = self._pooler.pool(hidden, rows)
         if sampling.size == 0:
             return Executed(np.empty(0, np.int32), prompt_logprobs=prompt_logprobs, forward_us=_us_since(started))
         last_tokens = np.cumsum(rows.lengths)[sampling] - 1
@@ -79,9 +84,11 @@ class ModelExecutor:
         finite = np.isfinite(hidden.sum(axis=-1).numpy())  # waits for the forward pass
         sampled = time.perf_counter_ns()
         slots = rows.slots[sampling]
-        token_ids = self._sampler.sample(logits, slots)
-        logprobs = self._sampler.logprobs(logits, slots, token_ids)
-        return Executed(token_ids, logprobs, prompt_logprobs, np.flatnonzero(~finite), (sampled - started) // 1000, _us_since(sampled))
+        drawn = self._sampler.sample(logits, slots)
+        logprobs = self._sampler.logprobs(logits, slots, drawn)
+        bad_rows = {row: (BAD_REQUEST, message) for row, message in drawn.errors.items()}
+        bad_rows |= dict.fromkeys(np.flatnonzero(~finite).tolist(), (INTERNAL, "the model computed values that are not finite"))
+        return Executed(drawn.token_ids, logprobs, prompt_logprobs, embeddings, bad_rows, (sampled - started) // 1000, _us_since(sampled))
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         if swap_out.size:
@@ -132,11 +139,11 @@ class ModelRunner:
         sampling = np.flatnonzero(rows.starts + rows.lengths == self._batch.num_tokens[rows.slots])
         executed = self._executor.execute(rows, sampling)
         slots, token_ids = rows.slots[sampling], executed.token_ids
-        if executed.bad_rows.size:
-            bad_slots = slots[executed.bad_rows]
-            self._batch.failed[bad_slots] = True
-            errors += [RowError(slot, INTERNAL, "the model computed values that are not finite") for slot in bad_slots.tolist()]
-            slots, token_ids = np.delete(slots, executed.bad_rows), np.delete(token_ids, executed.bad_rows)
+        if executed.bad_rows:
+            bad = list(executed.bad_rows)
+            self._batch.failed[slots[bad]] = True
+            errors += [RowError(int(slots[row]), code, message) for row, (code, message) in executed.bad_rows.items()]
+            slots, token_ids = np.delete(slots, bad), np.delete(token_ids, bad)
         self._batch.append(slots, token_ids)
         return StepResult(
             step_id=plan.step_id,
@@ -147,6 +154,7 @@ class ModelRunner:
             errors=errors,
             forward_us=executed.forward_us,
             sample_us=executed.sample_us,
+            embeddings=executed.embeddings,
         )
 
     def _apply(self, plan: StepPlan) -> list[RowError]:

@@ -2,14 +2,17 @@
 
 Order, as each stage sees the one before's result::
 
-    raw logits --> penalties --> logit_bias, min_tokens, bad_words --> temperature, top-k, top-p, min-p, draw
-        |
-        +--> log-probabilities: log-softmax of the raw logits, before anything above and before temperature
+    raw logits --> penalties --> logit_bias, min_tokens, bad_words --> grammar --> temperature --> top-k, top-p, min-p, draw
+        |                                                                              |
+        +--> log-softmax: "raw" log-probabilities              "processed" log-probabilities
 
-A row's draw depends on its own logits, seed and position alone, never on who else is in the batch.
+Where min_tokens and bad_words leave no token that the grammar allows, the grammar wins. A row's draw depends on its own logits, seed and position alone, never on who else is in the batch.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import paddle
@@ -23,18 +26,39 @@ from fastengine.worker.sampling_table import SamplingTable, SlotRules
 FORBIDDEN = np.float32(-np.inf)
 
 
+@dataclass
+class Sampled:
+    """``token_ids`` int32[R], drawn from ``logits`` float32[R, vocab].
+
+    ``errors`` says of a row why its sequence can't go on: its token means nothing.
+    """
+
+    token_ids: np.ndarray
+    logits: paddle.Tensor
+    errors: dict[int, str] = field(default_factory=dict)
+
+
 class Sampler:
     """Reads the slots' parameters from ``table`` and their tokens from ``batch``."""
 
-    def __init__(self, table: SamplingTable, batch: PersistentBatch):
+    def __init__(self, table: SamplingTable, batch: PersistentBatch, logprobs_mode: Literal["raw", "processed"] = "raw"):
         self._table = table
         self._batch = batch
+        self._processed = logprobs_mode == "processed"
 
-    def sample(self, logits: paddle.Tensor, slots: np.ndarray) -> np.ndarray:
-        """``int32[R]`` tokens from float32 ``logits[R, vocab]`` (left as they are) of ``slots`` (``int32[R]``)."""
+    def sample(self, logits: paddle.Tensor, slots: np.ndarray) -> Sampled:
+        """Tokens from float32 ``logits[R, vocab]`` (left as they are) of ``slots`` (``int32[R]``)."""
         table = self._table
-        if table.adjusted[slots].any():
-            logits = self._adjusted(logits, slots)
+        if not table.adjusted[slots].any():
+            return Sampled(self._draw(logits, slots), logits)
+        constrained = np.flatnonzero(table.constrained[slots])
+        if constrained.size == 0:
+            adjusted = self._adjusted(logits, slots, {})
+            return Sampled(self._draw(adjusted, slots), adjusted)
+        return self._sample_constrained(logits, slots, constrained.tolist())
+
+    def _draw(self, logits: paddle.Tensor, slots: np.ndarray) -> np.ndarray:
+        table = self._table
         temperature = table.temperature[slots]
         if not temperature.any():
             return custom_ops.argmax(logits).numpy()
@@ -42,18 +66,39 @@ class Sampler:
         drawn = custom_ops.sample(logits, _tensor(temperature), *(_tensor(column[slots]) for column in columns))
         return drawn.numpy()
 
-    def logprobs(self, logits: paddle.Tensor, slots: np.ndarray, token_ids: np.ndarray) -> list[SlotLogprobs]:
-        """The sampled tokens' and the top k's log-probabilities, of the rows that ask for them."""
+    def _sample_constrained(self, logits: paddle.Tensor, slots: np.ndarray, rows: list[int]) -> Sampled:
+        """As :meth:`sample`; ``rows`` follow a grammar (or a reasoning budget)."""
+        grammars = self._table.grammars
+        assert grammars is not None  # the table constrains no slot otherwise
+        masks = grammars.masks([int(slots[row]) for row in rows])
+        allowed = dict(zip(rows, masks.allowed, strict=True))
+        errors = {rows[i]: message for i, message in masks.errors.items()}
+        adjusted = forbid(self._adjusted(logits, slots, allowed), rows, masks.allowed)
+        token_ids = self._draw(adjusted, slots)
+        for row in rows:
+            if row not in errors:
+                problem = grammars.advance(int(slots[row]), int(token_ids[row]))
+                if problem is not None:
+                    errors[row] = problem
+        return Sampled(token_ids, adjusted, errors)
+
+    def logprobs(self, logits: paddle.Tensor, slots: np.ndarray, drawn: Sampled) -> list[SlotLogprobs]:
+        """The sampled tokens' and the top k's log-probabilities, of the rows that ask for them. ``logits`` are the raw ones."""
         wanted = self._table.num_logprobs[slots]
         rows = np.flatnonzero(wanted >= 0)
         if rows.size == 0:
             return []
-        chosen = logits if rows.size == slots.size else paddle.index_select(logits, paddle.to_tensor(rows))
-        entries = top_logprobs(chosen, token_ids[rows], wanted[rows])
+        chosen = drawn.logits if self._processed else logits
+        if rows.size != slots.size:
+            chosen = paddle.index_select(chosen, paddle.to_tensor(rows))
+        if self._processed:
+            temperature = self._table.temperature[slots[rows]]
+            chosen = chosen / _tensor(np.where(temperature > 0, temperature, np.float32(1))[:, np.newaxis])
+        entries = top_logprobs(chosen, drawn.token_ids[rows], wanted[rows])
         return [SlotLogprobs(slot, [entry]) for slot, entry in zip(slots[rows].tolist(), entries, strict=True)]
 
-    def _adjusted(self, logits: paddle.Tensor, slots: np.ndarray) -> paddle.Tensor:
-        """A copy with penalties and rules applied; rows without any are unchanged."""
+    def _adjusted(self, logits: paddle.Tensor, slots: np.ndarray, allowed: dict[int, np.ndarray]) -> paddle.Tensor:
+        """A copy with penalties and rules applied; rows without any are unchanged. ``allowed`` are the constrained rows' masks."""
         table, batch = self._table, self._batch
         tokens: list[np.ndarray] = []
         bias_ids: list[np.ndarray] = []
@@ -65,7 +110,7 @@ class Sampler:
             tokens.append(batch.tokens[slot, : batch.num_tokens[slot]])
             token_counts[row], prompt_lengths[row] = batch.num_tokens[slot], batch.num_prompt[slot]
         for row in np.flatnonzero(table.has_rules[slots]).tolist():
-            ids, values = self._bias(table.rules[int(slots[row])], int(slots[row]))
+            ids, values = self._bias(table.rules[int(slots[row])], int(slots[row]), allowed.get(row))
             bias_ids.append(ids)
             bias_values.append(values)
             bias_counts[row] = ids.size
@@ -83,17 +128,34 @@ class Sampler:
         )
         return adjusted
 
-    def _bias(self, rules: SlotRules, slot: int) -> tuple[np.ndarray, np.ndarray]:
+    def _bias(self, rules: SlotRules, slot: int, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """What the rules add to which tokens' logits now: ``int32[n]`` ids and ``float32[n]`` values."""
         batch = self._batch
         length, num_prompt = int(batch.num_tokens[slot]), int(batch.num_prompt[slot])
         forbidden = [rules.end_ids] if length - num_prompt < rules.min_tokens else []
         if rules.bad_words:
             forbidden.append(forbidden_next(rules.bad_words, batch.tokens[slot, num_prompt:length], batch.vocab_size))
+        if allowed is not None and forbidden:
+            left = allowed.copy()
+            left[np.concatenate(forbidden)] = False
+            if not left.any():
+                forbidden = []
         ids = np.concatenate([rules.bias_ids, *forbidden])
         values = np.full(ids.size, FORBIDDEN, dtype=np.float32)
         values[: rules.bias_ids.size] = rules.bias_values
         return ids, values
+
+
+def forbid(logits: paddle.Tensor, rows: list[int], allowed: np.ndarray) -> paddle.Tensor:
+    """``logits`` float32[R, vocab] (contiguous; may be changed) with -inf where ``allowed`` bool[n, vocab] of ``rows[n]`` is False."""
+    if logits.place.is_cpu_place():
+        values = np.from_dlpack(logits)  # the same memory: a new [R, vocab] would cost more than all else here
+        for row, mask in zip(rows, allowed, strict=True):
+            np.copyto(values[row], FORBIDDEN, where=~mask)
+        return logits
+    everywhere = np.ones(logits.shape, dtype=bool)
+    everywhere[rows] = allowed
+    return paddle.where(paddle.to_tensor(everywhere), logits, paddle.full([], FORBIDDEN))
 
 
 def _tensor(values: np.ndarray) -> paddle.Tensor:

@@ -8,8 +8,12 @@ import numpy as np
 
 from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.steps import RowError, StartedSequence
+from fastengine.protocol.tokens import unpack_token_ids
+from fastengine.worker.grammar import SlotGrammars
 
 BAD_REQUEST = 400
+POOLING_NONE, POOLING_MEAN, POOLING_LAST = range(3)
+POOLINGS = {None: POOLING_NONE, "mean": POOLING_MEAN, "last": POOLING_LAST}
 
 
 @dataclass
@@ -24,10 +28,14 @@ class SlotRules:
 
 
 class SamplingTable:
-    """One row per slot. ``has_rules`` and ``penalized`` say which slots need more than their numbers."""
+    """One row per slot. ``has_rules``, ``penalized`` and ``constrained`` say which slots need more than their numbers.
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]):
+    ``grammars`` None means that nothing can follow a grammar here.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...], grammars: SlotGrammars | None = None):
         self.vocab_size = vocab_size
+        self.grammars = grammars
         self._eos_token_ids = eos_token_ids
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int32)
@@ -40,24 +48,28 @@ class SamplingTable:
         # -1: none; 0: the sampled token's alone; k: the k most likely beside it.
         self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int32)
         self.num_prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int32)
+        self.pooling = np.zeros(max_num_seqs, dtype=np.int8)  # POOLING_*
         self.has_rules = np.zeros(max_num_seqs, dtype=bool)
         self.penalized = np.zeros(max_num_seqs, dtype=bool)
-        # Either of the two: the one look that steps without any of this take.
+        self.constrained = np.zeros(max_num_seqs, dtype=bool)  # by a grammar or a reasoning budget
+        # Any of the three: the one look that steps without any of this take.
         self.adjusted = np.zeros(max_num_seqs, dtype=bool)
         self.rules: dict[int, SlotRules] = {}
 
     def release(self, slots: np.ndarray) -> None:
         for slot in slots[self.has_rules[slots]].tolist():
             del self.rules[slot]
+        if self.grammars is not None:
+            for slot in slots[self.constrained[slots]].tolist():
+                self.grammars.release(slot)
         self.has_rules[slots] = False
         self.penalized[slots] = False
+        self.constrained[slots] = False
         self.adjusted[slots] = False
 
     def start(self, sequence: StartedSequence) -> RowError | None:
         """Take a sequence's parameters; an error means they can't be followed."""
         params, slot = sequence.sampling, sequence.slot
-        if params.grammar is not None:
-            return RowError(slot, BAD_REQUEST, "structured output is not supported by this worker")
         if any(not 0 <= token_id < self.vocab_size for token_id in params.logit_bias):
             return RowError(slot, BAD_REQUEST, f"logit_bias: token ids must be in [0, {self.vocab_size})")
         self.temperature[slot] = params.temperature
@@ -70,19 +82,35 @@ class SamplingTable:
         self.frequency_penalty[slot] = params.frequency_penalty
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.pooling[slot] = POOLINGS[params.pooling]
         self.penalized[slot] = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self.has_rules[slot] = bool(params.logit_bias or params.min_tokens or params.bad_words_token_ids)
         self.adjusted[slot] = self.penalized[slot] or self.has_rules[slot]
         if self.has_rules[slot]:
             self.rules[slot] = self._rules(params)
+        if params.grammar is not None or params.reasoning is not None:
+            return self._constrain(sequence)
         return None
 
+    def _constrain(self, sequence: StartedSequence) -> RowError | None:
+        params, slot = sequence.sampling, sequence.slot
+        if self.grammars is None:
+            return RowError(slot, BAD_REQUEST, "structured output is not supported by the null model")
+        output_ids = unpack_token_ids(sequence.token_ids)[sequence.num_prompt :].tolist()
+        problem = self.grammars.start(slot, params.grammar, params.reasoning, self._end_ids(params), output_ids)
+        if problem is not None:
+            return RowError(slot, BAD_REQUEST, problem)
+        self.constrained[slot] = self.adjusted[slot] = True
+        return None
+
+    def _end_ids(self, params: SamplingParams) -> list[int]:
+        return sorted({i for i in (*self._eos_token_ids, *params.stop_token_ids) if 0 <= i < self.vocab_size})
+
     def _rules(self, params: SamplingParams) -> SlotRules:
-        end_ids = sorted({i for i in (*self._eos_token_ids, *params.stop_token_ids) if 0 <= i < self.vocab_size})
         return SlotRules(
             bias_ids=np.fromiter(params.logit_bias.keys(), dtype=np.int32),
             bias_values=np.fromiter(params.logit_bias.values(), dtype=np.float32),
             min_tokens=params.min_tokens,
-            end_ids=np.array(end_ids, dtype=np.int32),
+            end_ids=np.array(self._end_ids(params), dtype=np.int32),
             bad_words=params.bad_words_token_ids,
         )

@@ -1,7 +1,8 @@
 """An API process: ``python -m fastengine.frontend --runtime-dir DIR --client-index I --socket-fd FD``.
 
-It serves HTTP on a listening socket it inherits, and ends with its parent. The exit code is 1 when the
-model's tokenizer can't be loaded, 0 after SIGTERM.
+It serves HTTP on a listening socket it inherits, and ends with its parent. The exit code is EXIT_HOPELESS
+when the model's tokenizer can't be loaded, 0 after SIGTERM. An event loop that hangs while a request is open
+ends the process with its stacks.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from fastengine.frontend.http_metrics import HttpMetrics
 from fastengine.frontend.http_server import HttpServer
 from fastengine.frontend.request_manager import RequestManager
 from fastengine.frontend.text_service import ModelText, TextService, load_model_text
-from fastengine.ipc.process import die_with_parent
+from fastengine.ipc.process import EXIT_HOPELESS, die_with_parent
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.observability.logs import setup_logging
+from fastengine.observability.watchdog import EventLoopWatchdog
 
 logger = logging.getLogger("fastengine.frontend")
 
@@ -38,7 +40,8 @@ def build_front_end(config: EngineConfig, runtime_dir: RuntimeDir, client_index:
 
 async def serve(front: FrontEnd, listener: socket.socket) -> int:
     """Run until a signal comes; the exit code."""
-    server = HttpServer(create_app(front), front.config.server)
+    watchdog = EventLoopWatchdog(front.config.parallel.watchdog_timeout)
+    server = HttpServer(watchdog.over(create_app(front)), front.config.server)
     exit_code = 0
 
     def text_loaded(loading: asyncio.Task[ModelText]) -> None:
@@ -48,7 +51,7 @@ async def serve(front: FrontEnd, listener: socket.socket) -> int:
         error = loading.exception()
         if error is not None:
             logger.error("the model's tokenizer can't be used: %s", error)
-            exit_code = 1
+            exit_code = EXIT_HOPELESS
             server.stop()
         else:
             # What start-up made stays for good: the collector need not look at it again.

@@ -39,7 +39,7 @@ class EngineClient:
     def __init__(self, runtime_dir: RuntimeDir, client_index: int):
         self.client_index = client_index
         self.status = EngineStatus(state="starting", message="waiting for the engine process")
-        self._runtime_dir = runtime_dir
+        self.runtime_dir = runtime_dir
         self._pending: dict[str, asyncio.Future[ControlResponse]] = {}
         self._unsent_aborts: list[int] = []
 
@@ -48,7 +48,7 @@ class EngineClient:
         self._on_outputs, self._on_status = on_outputs, on_status
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context(io_threads=1)
-        address = self._runtime_dir.ipc_address
+        address = self.runtime_dir.ipc_address
         self._incoming = channels.pull_socket(self._context, address(channels.client_name(self.client_index)))
         self._intake = channels.push_socket(self._context, address(channels.INTAKE))
         self._control = channels.push_socket(self._context, address(channels.CONTROL))

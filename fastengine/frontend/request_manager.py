@@ -43,6 +43,7 @@ class SequenceUpdate(msgspec.Struct, kw_only=True):
     num_cached_tokens: int | None = None
     weight_version: str | None = None
     error: EngineError | None = None
+    embedding: bytes | None = None
 
     def merge(self, output: TokenOutput) -> None:
         self.token_ids += output.token_ids
@@ -52,6 +53,8 @@ class SequenceUpdate(msgspec.Struct, kw_only=True):
             self.prompt_logprobs = output.prompt_logprobs
         if output.num_prompt_tokens is not None:
             self.num_prompt_tokens = output.num_prompt_tokens
+        if output.embedding is not None:
+            self.embedding = output.embedding
         if output.num_cached_tokens is not None:
             self.num_cached_tokens = output.num_cached_tokens
         if output.finish_reason is not None:

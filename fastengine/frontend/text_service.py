@@ -2,7 +2,8 @@
 
 A single thread takes all prompts that wait as one batch: while it works, the next batch gathers. A
 lone request so goes at once, and a crowd shares the tokenizer's parallel ``encode_batch``. Requests
-that bring a template of their own are rendered by another thread, so a slow one delays only its kind.
+that bring a template of their own are rendered by another thread, so a slow one delays only its kind;
+grammars are compiled, to be refused if they are bad, by a third.
 """
 
 from __future__ import annotations
@@ -11,30 +12,42 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fastengine.config import ModelConfig
-from fastengine.frontend.errors import ApiError
+from fastengine.frontend.errors import ApiError, bad_request
 from fastengine.model_files.load import load_spec
 from fastengine.model_files.spec import ModelSpec
+from fastengine.protocol.requests import GrammarSpec
 from fastengine.text.chat_template import ChatTemplate, load_chat_template
 from fastengine.text.load import load_tokenizer
+from fastengine.text.output_parser import OutputFormat
+from fastengine.text.plugins import load_parsers
 from fastengine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fastengine.text.grammar import GrammarCompiler
 
 MAX_WAITING_PROMPTS = 8192
 MAX_WAITING_RENDERS = 64
+MAX_WAITING_GRAMMARS = 64
 # How special tokens are added: a rendered template gets exactly one BOS, a text those of the tokenizer, or none.
 PromptKind = Literal["chat", "special", "plain"]
 
 
 @dataclass(frozen=True)
 class ModelText:
-    """What the text side knows of the served model. ``max_model_len`` counts prompt and output tokens."""
+    """What the text side knows of the served model. ``max_model_len`` counts prompt and output tokens.
+
+    ``tool_template`` is used instead of ``chat_template`` when there are tools, if the model has one.
+    """
 
     spec: ModelSpec
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     max_model_len: int
+    tool_template: ChatTemplate | None = None
+    output_format: OutputFormat = OutputFormat()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True)
@@ -51,10 +64,23 @@ class _Job:
 
 
 def load_model_text(config: ModelConfig) -> ModelText:
-    """Read the spec, tokenizer and chat template of the configured model. Raises ModelFileError, TokenizerError, ChatTemplateError."""
+    """Read all of the configured model that has to do with text.
+
+    Raises ModelFileError, TokenizerError, ChatTemplateError, or ParserError for an unknown parser or an unusable plug-in.
+    """
     spec = load_spec(config.model)
+    output_format = OutputFormat.from_names(
+        load_parsers(config.tool_parser_plugin), tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+    )
     tokenizer = load_tokenizer(config, spec)
-    return ModelText(spec, tokenizer, load_chat_template(config, tokenizer), config.max_model_len or spec.max_position_embeddings)
+    return ModelText(
+        spec=spec,
+        tokenizer=tokenizer,
+        chat_template=load_chat_template(config, tokenizer),
+        max_model_len=config.max_model_len or spec.max_position_embeddings,
+        tool_template=load_chat_template(config, tokenizer, for_tools=True),
+        output_format=output_format,
+    )
 
 
 class TextService:
@@ -71,6 +97,9 @@ class TextService:
         self._num_renders = 0
         self._encoder = ThreadPoolExecutor(1, "encode")
         self._renderer = ThreadPoolExecutor(1, "render")
+        self._compiling = ThreadPoolExecutor(1, "grammar")
+        self._compiler: GrammarCompiler | None = None
+        self._num_grammars = 0
 
     def start(self) -> asyncio.Task[ModelText]:
         """Begin loading; the task ends with the loader's exception if it fails."""
@@ -89,6 +118,34 @@ class TextService:
     def close(self) -> None:
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._renderer.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+
+    async def check_grammar(self, param: str, spec: GrammarSpec) -> None:
+        """Compile a grammar, unless that was done before. Raises ApiError 400 naming ``param``, or 429 when too many wait for it."""
+        if self._compiler is not None and self._compiler.knows(spec):
+            return
+        if self._num_grammars >= MAX_WAITING_GRAMMARS:
+            raise ApiError(429, f"{MAX_WAITING_GRAMMARS} grammars are waiting to be compiled", param=param, retry_after_s=1.0)
+        self._num_grammars += 1
+        try:
+            problem = await asyncio.get_running_loop().run_in_executor(self._compiling, self._problem_with, spec)
+        finally:
+            self._num_grammars -= 1
+        if problem is not None:
+            raise bad_request(param, problem, code="invalid_grammar")
+
+    def _problem_with(self, spec: GrammarSpec) -> str | None:
+        # Most servers never see a grammar: its library is loaded with the first one.
+        from fastengine.text.grammar import GrammarCompiler, GrammarError
+
+        assert self.model is not None
+        try:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self.model.tokenizer)
+            self._compiler.check(spec)
+        except GrammarError as error:
+            return str(error)
+        return None
 
     async def render(self, render: Callable[[], str]) -> str:
         """Run a template of the user's own in the renderers' thread. Raises ApiError 429 when too many wait for it."""
@@ -158,12 +215,12 @@ class TextService:
         tokenizer = self.model.tokenizer
         texts = [text for _, text in rows]
         try:
-            if kind == "chat":
-                encoded = [tokenizer.encode_chat(text) for text in texts]
-            elif len(texts) == 1:
+            if len(texts) == 1:
                 encoded = [tokenizer.encode(texts[0], add_special_tokens=kind == "special")]
             else:
                 encoded = tokenizer.encode_batch(texts, add_special_tokens=kind == "special")
+            if kind == "chat":
+                encoded = [tokenizer.with_one_bos(token_ids) for token_ids in encoded]
         except Exception as error:  # noqa: BLE001 - handed to the requests it belongs to
             yield from ((row, error) for row, _ in rows)
             return

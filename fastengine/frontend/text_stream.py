@@ -38,6 +38,7 @@ class SequenceText:
         self.index = index
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self._logprob_sum = 0.0
         self.weight_version: str | None = None
         self._output = output
         self._min_tokens = min_tokens_per_update
@@ -48,6 +49,11 @@ class SequenceText:
         """Where each output token's text begins, in characters; empty unless offsets are tracked."""
         return self._output.token_offsets
 
+    @property
+    def mean_logprob(self) -> float:
+        """The log-probability per output token so far; 0 unless log-probabilities are computed."""
+        return self._logprob_sum / max(1, self.num_output_tokens)
+
     def take(self, update: SequenceUpdate) -> TextUpdate | None:
         """Turn tokens into text. None when nothing is to be told yet (``max_streaming_response_tokens``)."""
         if update.num_cached_tokens is not None:
@@ -56,6 +62,8 @@ class SequenceText:
             self.weight_version = update.weight_version
         told = self._to_text(update)
         self.num_output_tokens += len(told.token_ids)
+        if told.logprobs:
+            self._logprob_sum += sum(entry.logprob for entry in told.logprobs)
         return told if self._min_tokens <= 1 else self._hold(told)
 
     def _to_text(self, update: SequenceUpdate) -> TextUpdate:

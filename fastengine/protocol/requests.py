@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+
+# How hidden states become one vector: their mean over the prompt, or the last position's.
+Pooling = Literal["mean", "last"]
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
@@ -14,6 +20,19 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
     kind: str
     source: str
+
+
+class ReasoningSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a sequence's reasoning begins and ends; its grammar holds for what comes after.
+
+    It begins with the prompt's end if ``starts_inside``, else with ``begin_token_id`` if that is the very
+    first token. ``max_tokens`` tokens into it (begin marker not counted), the end marker is all that may come.
+    """
+
+    end_token_id: int
+    begin_token_id: int | None = None
+    starts_inside: bool = False
+    max_tokens: int | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -41,6 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None
+    reasoning: ReasoningSpec | None = None
+    pooling: Pooling | None = None  # the first output brings the prompt's embedding
     # Text-level fields: the API process (or LLM) acts on them; the engine never sees text.
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False

@@ -79,11 +79,23 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise GrammarError(f"{spec.kind}: {_message(matcher.get_error())}")
+        self._check_first_token(spec, matcher.deep_copy())
         with self._lock:
             self._compiled[spec] = matcher
             if len(self._compiled) > MAX_CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
         return matcher
+
+    def _check_first_token(self, spec: GrammarSpec, matcher: llguidance.LLMatcher) -> None:
+        """Raises GrammarError if no answer with any text in it can match."""
+        eos = frozenset(self._tokenizer.eos_token_ids)
+        row = np.zeros(self.num_mask_words, dtype=np.int32)
+        GrammarMatcher(matcher, eos, self.num_mask_words).fill(row)
+        octets = row.view(np.uint8)
+        for token_id in eos:
+            octets[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))
+        if not row.any():
+            raise GrammarError(f"{spec.kind}: no text matches it but the empty one")
 
 
 class GrammarMatcher:

@@ -61,7 +61,10 @@ class Tokenizer(ABC):
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered chat template, with exactly one BOS in front if the model wants one."""
-        token_ids = self.encode(rendered)
+        return self.with_one_bos(self.encode(rendered))
+
+    def with_one_bos(self, token_ids: list[int]) -> list[int]:
+        """``token_ids`` of a rendered chat template with exactly one BOS in front if the model wants one (may be the same list)."""
         bos = self.bos_token_id
         if bos is None:
             return token_ids

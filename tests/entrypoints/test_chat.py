@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fastengine.protocol.outputs import TopLogprobs
 from tests.frontend.harness import EOS, ApiServer, say
 
 HI = [{"role": "user", "content": "hi"}]
@@ -259,3 +260,15 @@ def test_the_sdk_streams(api):
     assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == "Hello, wörld 🌞!"
     assert parts[0].choices[0].delta.role == "assistant"
     assert parts[-1].usage.completion_tokens == 20
+
+
+def test_best_of_returns_the_most_likely(api, monkeypatch):
+    def logprobs(token: int, num_top: int) -> TopLogprobs:
+        return TopLogprobs(-0.1 if token == ord("b") else -1.0, 1, [], [])
+
+    monkeypatch.setattr("tests.frontend.fake_engine.fake_logprobs", logprobs)
+    api.engine.script = lambda request: say(["aaa", "abbb", "bbbbbbbbaaaaaa"][request.index])(request)
+    reply = chat(api, best_of=3)
+    assert [(c["index"], c["message"]["content"], c["logprobs"]) for c in reply["choices"]] == [(0, "abbb", None)]
+    assert [c["message"]["content"] for c in chat(api, best_of=3, n=2)["choices"]] == ["abbb", "bbbbbbbbaaaaaa"]
+    assert len(chat(api, best_of=3, logprobs=True)["choices"][0]["logprobs"]["content"]) == 5

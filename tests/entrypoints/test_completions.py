@@ -121,3 +121,45 @@ def test_the_sdk(api):
     assert [c.text for c in answer.choices] == ["Hello", "Hello"]
     parts = list(api.sdk.completions.create(model="tiny", prompt="x", stream=True))
     assert "".join(p.choices[0].text for p in parts) == "Hello, wörld"
+
+
+def test_max_tokens_zero_returns_the_prompt_alone(api):
+    for script in (say("x"), say("")):  # whatever the one token is that nobody sees
+        api.engine.script = script
+        reply = complete(api, prompt="abc", max_tokens=0, echo=True, logprobs=1)
+        (choice,) = reply["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("abc", "length", None)
+        assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+        assert choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.25]
+        assert reply["usage"]["completion_tokens"] == 0
+        parts = chunks(api, "/v1/completions", prompt="abc", max_tokens=0, echo=True)
+        assert "".join(c["text"] for p in parts for c in p["choices"]) == "abc"
+        assert [c["finish_reason"] for p in parts for c in p["choices"] if c["finish_reason"]] == ["length"]
+
+
+def test_what_lm_eval_sends_for_loglikelihoods(api):
+    """Its ``local-completions`` model: batches of token ids, echoed with log-probabilities, one token generated."""
+    prompts, context_lengths = [[97, 98, 99, 100], [101, 102, 103]], [2, 1]
+    for max_tokens in (1, 0):
+        body = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1, "seed": 1234, "echo": True}
+        reply = api.http.post("/v1/completions", json=body).json()
+        assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+        for choice, prompt, length in zip(reply["choices"], prompts, context_lengths, strict=True):
+            logprobs = choice["logprobs"]
+            # The slice that lm-eval takes leaves the generated token out.
+            values = logprobs["token_logprobs"][length : len(prompt)]
+            tops = logprobs["top_logprobs"][length : len(prompt)]
+            assert len(logprobs["token_logprobs"]) == len(prompt) + max_tokens
+            assert values == [-0.25] * (len(prompt) - length)
+            assert all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
+
+
+def test_best_of_returns_the_most_likely(api):
+    """The fake engine gives every token the same log-probability: the first answers stay first."""
+    api.engine.script = lambda request: say(f"answer {request.index}")(request)
+    reply = complete(api, prompt=["a", "b"], best_of=3)
+    assert [(c["index"], c["text"], c["logprobs"]) for c in reply["choices"]] == [(0, "answer 0", None), (1, "answer 3", None)]
+    assert len(api.engine.generated) == 6
+    assert reply["usage"]["completion_tokens"] == 6 * (len("answer 0") + 1)
+    assert [c["text"] for c in complete(api, best_of=3, n=2, logprobs=1)["choices"]] == ["answer 0", "answer 1"]
+    assert len(complete(api, best_of=2, n=2, stream=False)["choices"]) == 2

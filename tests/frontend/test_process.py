@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from fastengine.config import EngineConfig
+from fastengine.ipc.process import EXIT_HOPELESS
 from fastengine.ipc.runtime_dir import RuntimeDir
 from tests.frontend.fake_engine import FakeEngine
 
@@ -92,7 +93,7 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_process_with_its_reason(runt
     process, _ = start(runtime, tmp_path)
     try:
         _, errors = process.communicate(timeout=20)
-        assert process.returncode == 1
+        assert process.returncode == EXIT_HOPELESS
         assert str(tmp_path).encode() in errors
     finally:
         process.kill()

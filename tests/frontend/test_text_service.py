@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from fastengine.frontend.errors import ApiError
-from fastengine.frontend.text_service import TextService
-from tests.frontend.harness import ByteTokenizer, model_text
+from fastengine.frontend.text_service import MAX_WAITING_GRAMMARS, TextService
+from fastengine.protocol.requests import GrammarSpec
+from tests.frontend.harness import BOS, ByteTokenizer, model_text
 
 
 def with_service(test: Callable[[TextService, ByteTokenizer], Awaitable[None]]) -> None:
@@ -44,6 +45,49 @@ def test_prompts_that_wait_are_encoded_as_one_batch():
         encoded = await asyncio.gather(slow, *others)
         assert [bytes(row.token_ids).decode() for row in encoded] == [row.text for row in encoded] == ["first", *(f"text {i}" for i in range(20))]
         assert tokenizer.batches == [1, 20]
+
+    with_service(test)
+
+
+def test_chat_prompts_are_encoded_as_one_batch_with_one_bos_each():
+    async def test(service, tokenizer):
+        tokenizer.add_bos = True
+        gate = threading.Event()
+        slow = asyncio.create_task(service.encode(lambda: gate.wait(5) and "", "plain"))
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(service.encode(lambda i=i: f"chat {i}", "chat")) for i in range(3)]
+        others.append(asyncio.create_task(service.encode("plain", "plain")))
+        await asyncio.sleep(0)
+        gate.set()
+        await slow
+        encoded = await asyncio.gather(*others)
+        assert [row.token_ids for row in encoded] == [*([BOS, *f"chat {i}".encode()] for i in range(3)), list(b"plain")]
+        assert sorted(tokenizer.batches) == [1, 1, 3]
+
+    with_service(test)
+
+
+def test_grammars_are_compiled_once_and_bad_ones_refused():
+    async def test(service, tokenizer):
+        good = GrammarSpec("regex", "a+")
+        await asyncio.gather(*(service.check_grammar("guided_regex", good) for _ in range(5)))
+        with pytest.raises(ApiError, match="guided_regex: ") as caught:
+            await service.check_grammar("guided_regex", GrammarSpec("regex", "("))
+        assert (caught.value.status, caught.value.param) == (400, "guided_regex")
+        service.close()
+        await service.check_grammar("guided_regex", good)  # known: needs no thread
+
+    with_service(test)
+
+
+def test_too_many_waiting_grammars_are_refused():
+    async def test(service, tokenizer):
+        outcomes = await asyncio.gather(
+            *(service.check_grammar("guided_regex", GrammarSpec("regex", f"a{i}")) for i in range(MAX_WAITING_GRAMMARS + 1)), return_exceptions=True
+        )
+        assert outcomes[:-1] == [None] * MAX_WAITING_GRAMMARS
+        assert isinstance(outcomes[-1], ApiError)
+        assert outcomes[-1].status == 429
 
     with_service(test)
 

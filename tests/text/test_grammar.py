@@ -131,6 +131,8 @@ def test_structural_tag_with_a_special_token(compiler: GrammarCompiler, byte_lev
         ("choice", "yes", "choice: is not JSON"),
         ("lark", "start: undefined_rule", "lark: "),
         ("lark", "start: (", "lark: "),
+        ("lark", "root ::= ", "lark: no text matches it"),
+        ("regex", "", "regex: no text matches it"),
         ("structural_tag", {}, "structural_tag: must be an object"),
         ("structural_tag", structural("<other"), "starts with none of the triggers"),
         ("structural_tag", structural("<function=", end=None), "must have the texts"),

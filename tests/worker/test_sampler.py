@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastengine.protocol.requests import SamplingParams
+from fastengine.protocol.requests import GrammarSpec, SamplingParams
 from fastengine.worker.sampler import forbidden_next
+from tests.worker.conftest import driver_of
 from tests.worker.driver import GREEDY, Driver, Request
 
 PROMPT = [5, 6, 7, 8]
@@ -121,3 +122,20 @@ def test_draws_follow_the_distribution(llama: Driver) -> None:
     drawn = np.array([request.output[0] for request in requests])
     assert set(drawn.tolist()) <= {10, 11}
     assert abs((drawn == 11).mean() - share) < 4 * np.sqrt(share * (1 - share) / len(drawn))
+
+
+def test_processed_logprobs_are_of_what_is_drawn_from(make_host, golden) -> None:
+    host = make_host(golden / "llama", logprobs_mode="processed")
+    ways = [
+        SamplingParams(temperature=0.0, logprobs=1),
+        SamplingParams(temperature=0.0, logprobs=1, logit_bias={77: 1000.0}),
+        SamplingParams(temperature=0.5, logprobs=1),
+        SamplingParams(temperature=0.0, logprobs=1, grammar=GrammarSpec("choice", '["Z"]')),
+    ]
+    plain, biased, cooled, bound = (request.logprobs[0] for request in driver_of(host).run([Request(PROMPT, 1, way, seed=1) for way in ways]))
+    (raw,) = driver_of(make_host(golden / "llama")).run([Request(PROMPT, 1, SamplingParams(temperature=0.0, logprobs=1))])
+    assert plain.logprob == pytest.approx(raw.logprobs[0].logprob, abs=1e-4)
+    assert biased.logprob == pytest.approx(0.0, abs=1e-5)
+    assert bound.logprob == pytest.approx(0.0, abs=1e-5)
+    assert cooled.top_ids == plain.top_ids
+    assert cooled.top_logprobs[0] > plain.top_logprobs[0] + 1e-3

@@ -42,14 +42,11 @@ class ChunkWriter:
         logprobs: Any = None,
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
-        in_text_object: dict[str, Any] | None = None,
         in_choice: dict[str, Any] | None = None,
         usage: Usage | None = None,
     ) -> bytes:
-        """A chunk with anything beside the text; ``in_text_object`` goes next to the text, where ids belong."""
+        """A chunk with anything beside the text; ``in_choice`` are further fields of the choice."""
         parts = [self._head, b',"choices":[{"index":%d,' % index, self._before_text, _encode(text)]
-        if in_text_object:
-            parts += (b",", _encode(in_text_object)[1:-1])
         parts += (self._after_text, b',"logprobs":', _encode(logprobs), b',"finish_reason":', _encode(finish_reason))
         if finish_reason is not None:
             parts += (b',"stop_reason":', _encode(stop_reason))
@@ -58,10 +55,23 @@ class ChunkWriter:
         parts += (b"}]", self._tail if usage is None else self._usage_tail(usage))
         return b"".join(parts)
 
-    def delta(self, index: int, delta: dict[str, Any]) -> bytes:
-        """A chat chunk whose delta is given whole (the first one, with the role)."""
-        choice = b'{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}' % (index, _encode(delta))
-        return b"".join((self._head, b',"choices":[', choice, b"]", self._tail))
+    def delta(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """A chat chunk whose delta is given whole."""
+        parts = [self._head, b',"choices":[{"index":%d,"delta":' % index, _encode(delta)]
+        parts += (b',"logprobs":', _encode(logprobs), b',"finish_reason":', _encode(finish_reason))
+        if finish_reason is not None:
+            parts += (b',"stop_reason":', _encode(stop_reason))
+        parts += (b"}]", self._tail if usage is None else self._usage_tail(usage))
+        return b"".join(parts)
 
     def usage(self, usage: Usage) -> bytes:
         """The last chunk: no choices, the usage."""

@@ -10,23 +10,24 @@ import msgspec
 
 from fastengine.entrypoints.openai.chunks import ChunkWriter
 from fastengine.entrypoints.openai.endpoint import GeneratingEndpoint, raise_error
-from fastengine.entrypoints.openai.generation import Job, Prompt, check_length, check_num_sequences, check_prompt_ids, now_s
+from fastengine.entrypoints.openai.generation import Job, Prompt, check_length, check_num_sequences, check_prompt_ids, now_s, num_generated
 from fastengine.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
 from fastengine.entrypoints.openai.refused_fields import REFUSED_BY_COMPLETIONS
 from fastengine.entrypoints.openai.request_types import CompletionRequest
 from fastengine.entrypoints.openai.response_types import Completion, CompletionChoice, CompletionLogprobs
 from fastengine.entrypoints.openai.sampling import sampling_params
+from fastengine.entrypoints.openai.structured import structured_output
 from fastengine.entrypoints.responses import DONE_EVENT, EventWriter
 from fastengine.frontend.errors import bad_request
 from fastengine.frontend.text_service import ModelText, PromptKind
 from fastengine.frontend.text_stream import SequenceText, TextStream, TextUpdate
-from fastengine.protocol.outputs import TopLogprobs
+from fastengine.protocol.outputs import FinishReason, TopLogprobs
 
 # OpenAI's default for completions (chat has none).
 DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionEndpoint(GeneratingEndpoint[CompletionRequest]):
+class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
     body_type = CompletionRequest
     refused = REFUSED_BY_COMPLETIONS
     id_prefix = "cmpl"
@@ -40,7 +41,11 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest]):
         sampling = sampling_params(body, text, max_tokens=max_tokens, logprobs=body.logprobs)
         if body.echo and body.logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-        n = body.n or 1
+        asked = structured_output(body)
+        if asked is not None:
+            await self._front.text.check_grammar(asked.param, asked.grammar)
+            sampling = msgspec.structs.replace(sampling, grammar=asked.grammar)
+        n = num_generated(body)
         param, prompts = await self._prompts(body, text)
         check_num_sequences(param, len(prompts), n)
         for prompt in prompts:
@@ -93,7 +98,7 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest]):
             id=job.request_id,
             created=job.created,
             model=job.model,
-            choices=[answer.choice() for answer in answers],
+            choices=[answers[sequence].choice(i) for i, sequence in enumerate(job.chosen(stream.sequences))],
             usage=job.usage(stream.sequences),
         )
 
@@ -124,8 +129,8 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest]):
                         update.index,
                         piece.text,
                         logprobs=piece.logprobs,
-                        finish_reason=update.finish_reason,
-                        stop_reason=update.stop_reason,
+                        finish_reason=piece.finish_reason,
+                        stop_reason=piece.stop_reason,
                         in_choice=piece.extra,
                         usage=job.usage(stream.sequences) if continuous else None,
                     )
@@ -146,7 +151,12 @@ class _Piece:
     token_ids: list[int]
     logprobs: CompletionLogprobs | None
     extra: dict[str, Any]
-    is_plain: bool
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.logprobs is None and not self.extra and self.finish_reason is None
 
 
 class _Answer:
@@ -162,13 +172,15 @@ class _Answer:
         self._num_told = 0  # output tokens
         self._echo_length = 0  # characters of the prompt before the output
         self._pieces: list[_Piece] = []
-        self._last: TextUpdate | None = None
 
     def piece(self, update: TextUpdate) -> _Piece:
         body, prompt = self._body, self._prompt
         text, token_ids, logprobs = update.text, update.token_ids, update.logprobs
+        finish_reason, stop_reason = update.finish_reason, update.stop_reason
         if self._without_output:
-            text, token_ids, logprobs = "", [], []
+            text, token_ids, logprobs, stop_reason = "", [], [], None
+            # Whatever the token that nobody sees was.
+            finish_reason = "length" if finish_reason == "stop" else finish_reason
         extra: dict[str, Any] = {"completion_token_ids": token_ids} if body.return_token_ids else {}
         if not self._begun and body.echo:
             self._echo_length = len(self._prompt_text())
@@ -184,8 +196,7 @@ class _Answer:
                 if body.logprobs is not None and update.prompt_logprobs is not None:
                     echo = completion_logprobs(prompt.token_ids, update.prompt_logprobs, self._tokenizer, num_top=body.logprobs)
                     built = echo if built is None else _joined([echo, built])
-        is_plain = built is None and not extra and update.finish_reason is None
-        return _Piece(text, token_ids, built, extra, is_plain)
+        return _Piece(text, token_ids, built, extra, finish_reason, stop_reason)
 
     def _logprobs(self, token_ids: list[int], logprobs: list[TopLogprobs]) -> CompletionLogprobs | None:
         if self._body.logprobs is None or not logprobs:
@@ -202,16 +213,15 @@ class _Answer:
 
     def add(self, update: TextUpdate) -> None:
         self._pieces.append(self.piece(update))
-        self._last = update
 
-    def choice(self) -> CompletionChoice:
-        pieces = self._pieces
+    def choice(self, index: int) -> CompletionChoice:
+        pieces, last = self._pieces, self._pieces[-1]
         choice = CompletionChoice(
-            index=self._sequence.index,
+            index=index,
             text="".join(piece.text for piece in pieces),
             logprobs=_joined([piece.logprobs for piece in pieces if piece.logprobs is not None]) if self._body.logprobs is not None else None,
-            finish_reason=self._last.finish_reason if self._last else None,
-            stop_reason=self._last.stop_reason if self._last else None,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
         )
         for piece in pieces[:1]:
             if "prompt_logprobs" in piece.extra:

@@ -21,9 +21,10 @@ from fastengine.frontend.text_service import ModelText
 from fastengine.frontend.text_stream import TextStream, TextUpdate
 
 T = TypeVar("T", bound=GenerationFields)
+J = TypeVar("J", bound=Job)
 
 
-class GeneratingEndpoint(abc.ABC, Generic[T]):
+class GeneratingEndpoint(abc.ABC, Generic[T, J]):
     """One POST route that generates. Subclasses say what the body is and what the reply looks like."""
 
     body_type: type[T]
@@ -34,15 +35,15 @@ class GeneratingEndpoint(abc.ABC, Generic[T]):
         self._front = front
 
     @abc.abstractmethod
-    async def prepare(self, body: T, request_id: str, model: str, text: ModelText) -> Job:
+    async def prepare(self, body: T, request_id: str, model: str, text: ModelText) -> J:
         """Check what needs the model and turn prompts into token ids. Raises ApiError."""
 
     @abc.abstractmethod
-    async def answer(self, job: Job, text: ModelText, stream: TextStream) -> Any:
+    async def answer(self, job: J, text: ModelText, stream: TextStream) -> Any:
         """Read ``stream`` to its end and return the whole reply."""
 
     @abc.abstractmethod
-    async def stream(self, job: Job, text: ModelText, stream: TextStream, writer: EventWriter) -> None:
+    async def stream(self, job: J, text: ModelText, stream: TextStream, writer: EventWriter) -> None:
         """Write ``stream`` as events, up to and with ``[DONE]``. Nothing is written before the first update."""
 
     async def handle(self, request: Request) -> Response:
@@ -67,7 +68,7 @@ class GeneratingEndpoint(abc.ABC, Generic[T]):
         except ClientDisconnected:
             return Response(status_code=499)
 
-    async def _stream(self, job: Job, text: ModelText, receive: Receive, writer: EventWriter) -> None:
+    async def _stream(self, job: J, text: ModelText, receive: Receive, writer: EventWriter) -> None:
         async with job.run(self._front.manager, text, receive) as stream:
             await self.stream(job, text, stream, writer)
 

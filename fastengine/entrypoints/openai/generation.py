@@ -38,7 +38,8 @@ class Prompt:
 class Job:
     """A client request that is ready for the engine: ``n`` sequences per prompt.
 
-    Sequence ``i`` is answer ``i % n`` to prompt ``i // n``, and choice ``i`` of the reply.
+    Sequence ``i`` is answer ``i % n`` to prompt ``i // n``, and choice ``i`` of the reply unless ``best_of``
+    has more generated than are returned.
     """
 
     request_id: str
@@ -57,11 +58,21 @@ class Job:
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.n]
 
+    def chosen(self, sequences: Sequence[SequenceText]) -> list[int]:
+        """The sequences that are the reply's choices, in its order: of each prompt's all, or those of the highest log-probability per token."""
+        num_returned = self.fields.n or 1
+        if num_returned == self.n:
+            return list(range(len(sequences)))
+        groups = [range(first, first + self.n) for first in range(0, len(sequences), self.n)]
+        return [i for group in groups for i in sorted(group, key=lambda i: sequences[i].mean_logprob, reverse=True)[:num_returned]]
+
     def sequence_inputs(self) -> list[SequenceInput]:
-        variants = [self.sampling] * self.n
-        seed = self.sampling.seed
-        if seed is not None:
-            variants = [msgspec.structs.replace(self.sampling, seed=derived_seed(seed, i)) for i in range(self.n)]
+        sampling = self.sampling
+        if self.n > (self.fields.n or 1) and sampling.logprobs is None:
+            sampling = msgspec.structs.replace(sampling, logprobs=0)  # to choose by
+        variants = [sampling] * self.n
+        if sampling.seed is not None:
+            variants = [msgspec.structs.replace(sampling, seed=derived_seed(sampling.seed, i)) for i in range(self.n)]
         return [SequenceInput(packed, params) for packed in (pack_token_ids(prompt.token_ids) for prompt in self.prompts) for params in variants]
 
     @contextlib.asynccontextmanager
@@ -130,6 +141,18 @@ def check_prompt_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> N
         raise bad_request(param, "the prompt is empty")
     if max(token_ids) >= vocab_size:
         raise bad_request(param, f"token id {max(token_ids)} is outside of the vocabulary ({vocab_size} tokens)")
+
+
+def num_generated(fields: GenerationFields) -> int:
+    """How many answers to generate for each prompt. Raises ApiError 400 for a ``best_of`` that can't be."""
+    n = fields.n or 1
+    if fields.best_of is None or fields.best_of == n:
+        return n
+    if fields.best_of < n:
+        raise bad_request("best_of", f"{fields.best_of} is less than n ({n})")
+    if fields.stream:
+        raise bad_request("best_of", "can't be more than n in a stream: the best is known at the end")
+    return fields.best_of
 
 
 def check_num_sequences(param: str, num_prompts: int, n: int) -> None:

@@ -1,12 +1,12 @@
 """Bodies of the OpenAI endpoints. A field's type is its check and its documentation in ``/docs``.
 
 ``null`` means the same as an absent field everywhere. What depends on more than one field, or on the
-model, is checked in :mod:`sampling`, :mod:`chat` and :mod:`completions`.
+model, is checked in :mod:`sampling`, :mod:`structured`, :mod:`chat_job` and :mod:`completions`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,33 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: Annotated[bool | None, Meta(description="Every chunk holds the usage so far.")] = None
 
 
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """``structures`` and ``triggers`` belong to the type ``structural_tag``."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's newer way to say what guided_* say."""
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What chat completions and completions have in common."""
 
@@ -37,6 +64,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     top_k: Annotated[Annotated[int, Meta(ge=-1, le=INT32)] | None, Meta(description="Sample among the k most likely; 0 and -1 mean off.")] = None
     min_p: Annotated[Probability | None, Meta(description="Least probability relative to the most likely token's; 0 means off.")] = None
     n: Annotated[Annotated[int, Meta(ge=1, le=128)] | None, Meta(description="Answers per prompt.")] = None
+    best_of: Annotated[
+        Annotated[int, Meta(ge=1, le=128)] | None, Meta(description="Generate this many and return the n of the highest log-probability per token.")
+    ] = None
     seed: Annotated[
         Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None, Meta(description="Makes sampling reproducible whatever else the server does.")
     ] = None
@@ -51,14 +81,30 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stop_token_ids: Annotated[Annotated[list[TokenId], Meta(max_length=1024)] | None, Meta(description="Tokens that end the answer.")] = None
     include_stop_str_in_output: Annotated[bool | None, Meta(description="Keep the stop string in the text.")] = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on after an end-of-sequence token.")] = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="1 means off.")] = None
+    presence_penalty: Annotated[Penalty | None, Meta(description="Taken off the logit of every token the answer has; 0 means off.")] = None
+    frequency_penalty: Annotated[Penalty | None, Meta(description="The same, times how often the answer has it.")] = None
+    repetition_penalty: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="Divides the logits of the prompt's and the answer's tokens; 1 means off.")
+    ] = None
     logit_bias: Annotated[
         dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None, Meta(description="Token id (as a string) -> what is added to its logit.")
     ] = None
     bad_words: Annotated[Annotated[list[StopString], Meta(max_length=1024)] | None, Meta(description="Words that are never generated.")] = None
     prompt_logprobs: Annotated[TopCount | None, Meta(description="Log-probabilities of the prompt's tokens, with the k most likely beside each.")] = (
+        None
+    )
+    response_format: Annotated[ResponseFormat | None, Meta(description="The shape of the answer: JSON, JSON of a schema, schemas inside tags.")] = (
+        None
+    )
+    guided_json: Annotated[str | dict[str, Any] | bool | None, Meta(description="JSON schema that the answer matches.")] = None
+    guided_json_object: Annotated[bool | None, Meta(description="The answer is a JSON object.")] = None
+    guided_regex: Annotated[str | None, Meta(description="Regular expression that the answer matches.")] = None
+    guided_choice: Annotated[list[str] | None, Meta(description="Texts of which the answer is one.")] = None
+    guided_grammar: Annotated[str | None, Meta(description="Grammar that the answer matches, in Lark's or GBNF's notation.")] = None
+    structural_tag: Annotated[
+        str | dict[str, Any] | None, Meta(description="Structures (begin, schema, end) and triggers: free text with schemas inside tags.")
+    ] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="One of json, json_object, regex, choice, grammar, structural_tag.")] = (
         None
     )
     skip_special_tokens: Annotated[bool | None, Meta(description="Leave special tokens out of the text. Default true.")] = None
@@ -68,7 +114,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     ] = None
     return_token_ids: Annotated[bool | None, Meta(description="Return the prompt's and the answer's token ids.")] = None
     stream: Annotated[bool | None, Meta(description="Answer with server-sent events.")] = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, Meta(description="With stream: include_usage, continuous_usage_stats.")] = None
     max_streaming_response_tokens: Annotated[Count | None, Meta(description="Tokens gathered per streamed chunk. Default 1.")] = None
     request_id: Annotated[
         Annotated[str, Meta(pattern=r"^[!-~]{1,256}$")] | None, Meta(description="The request's own name; refused with 409 while in use.")
@@ -97,7 +143,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 class ChatCompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/chat/completions"""
 
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage] | None, Meta(description="The chat so far, for the chat template.")] = None
     max_completion_tokens: Annotated[Count | None, Meta(description="OpenAI's newer name of max_tokens; wins over it.")] = None
     logprobs: Annotated[bool | None, Meta(description="Return the log-probability of every token.")] = None
     top_logprobs: Annotated[TopCount | None, Meta(description="With logprobs: the k most likely tokens beside each.")] = None
@@ -107,7 +153,16 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template: Annotated[str | None, Meta(description="A Jinja template used instead of the model's own.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="Variables for the chat template.")] = None
     enable_thinking: Annotated[bool | None, Meta(description="The chat template's variable of that name.")] = None
-    reasoning_effort: Annotated[str | None, Meta(description="The chat template's variable of that name.")] = None
+    reasoning_effort: Annotated[
+        str | None, Meta(description="The chat template's variable of that name; 'none' also means enable_thinking false.")
+    ] = None
+    reasoning_max_tokens: Annotated[Count | None, Meta(description="Most tokens of reasoning; past it the model goes on with its answer.")] = None
+    include_reasoning: Annotated[bool | None, Meta(description="Return the reasoning. Default true.")] = None
+    tools: Annotated[list[dict[str, Any]] | None, Meta(description="Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None, Meta(description="none, auto, required, or a function that must be called. Default auto with tools.")
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="Whether there may be several calls in one answer. Default true.")] = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):

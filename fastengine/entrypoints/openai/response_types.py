@@ -57,10 +57,23 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str | None = None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     completion_token_ids: list[int] | UnsetType = UNSET
 
