@@ -68,6 +68,9 @@ class ModelConfig:
     )
     max_model_len: int | None = flag(None, "Longest prompt + output in tokens; default: the model's own context length.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "Compute type; auto: float32 on a CPU, the checkpoint's on a GPU.")
+    quantization: Literal["auto", "none", "wint8", "wint4"] = flag(
+        "auto", "Bits that weights are computed with on a CPU; none: the compute type; auto: wint8 for a quantized GGUF file, else none."
+    )
     device: Literal["auto", "cpu", "gpu"] = flag("auto", "Where the workers run; auto: what Paddle was compiled for.")
     load_format: Literal["auto", "safetensors", "gguf", "dummy", "null"] = flag(
         "auto", "dummy: random weights; null: a model without compute that always yields the same token, to measure everything around it."
@@ -85,7 +88,9 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = flag(None, "Number of KV blocks on the device (the CPU too); default: measured by the workers.")
     gpu_memory_utilization: float = flag(0.9, "Share of the device's memory that weights and KV may take together.")
     kv_cache_memory_gib: float | None = flag(None, "KV pool size per rank in GiB; CPU default: a quarter of free memory, at most 4.")
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "Element type of the KV cache; auto: the compute type.")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = flag(
+        "auto", "Element type of the KV cache; auto: int8 with quantized weights on a CPU, else the compute type."
+    )
     enable_prefix_caching: bool = flag(True, "Reuse KV blocks of equal prefixes.")
     swap_space: float = flag(0.0, "Host memory in GiB that keeps evicted KV blocks; 0: none.")
 

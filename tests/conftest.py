@@ -22,6 +22,10 @@ def find_default_model() -> Path | None:
     return next((Path(c) for c in candidates if c and Path(c).is_file()), None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--interleavings", type=int, default=25, help="random interleavings of control calls (tests/e2e)")
+
+
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The default model's GGUF file; ``scripts/test.sh`` fetches it, and refuses to run without."""

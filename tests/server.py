@@ -40,6 +40,7 @@ class Server:
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+    dumps: Path = Path()  # its --crash-dump-dir, where a test gave one
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
@@ -55,6 +56,19 @@ class Server:
             found = {pid: command for pid, command in found.items() if "launch_ranks" not in command}
         (pid,) = found
         return pid
+
+    def runtime_dir(self) -> Path:
+        """The instance's directory in shared memory; the server must have started a process by now."""
+        command = next(command for command in self.tree().values() if "--runtime-dir" in command)
+        return Path(command.split("--runtime-dir", 1)[1].split()[0])
+
+    def metric(self, name: str) -> float:
+        """The sum over all label values of the metric ``fastengine:<name>``."""
+        text = httpx.get(self.url + "/metrics", timeout=10).text
+        prefix = f"fastengine:{name}"
+        rows = [line.split() for line in text.splitlines() if line.startswith((prefix + "{", prefix + " "))]
+        assert rows, f"no metric {prefix}"
+        return sum(float(row[-1]) for row in rows)
 
     def wait_exit(self, timeout_s: float = 30.0) -> int:
         return self.process.wait(timeout_s)
@@ -83,10 +97,6 @@ def process_tree(root: int) -> dict[int, str]:
 
 def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if _stat_and_command(pid) is not None]
-
-
-def runtime_dirs() -> set[Path]:
-    return set(Path("/dev/shm").glob("fastengine-*"))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import zmq
 from fastengine.ipc.channels import CONTROL, INTAKE, pull_socket
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.ipc.worker_link import EngineBell
+from fastengine.observability.watchdog import ThreadWatchdog
 from fastengine.protocol.control import ControlRequest
 from fastengine.protocol.requests import IntakeMessage
 
@@ -26,24 +27,36 @@ logger = logging.getLogger(__name__)
 MAX_PENDING = 65_536
 
 
+class IntakeFailed(RuntimeError):
+    """The thread that receives messages has died; the cause is the exception's."""
+
+
 class IntakeThread:
     """Owns the two sockets and the queues between its thread and the loop."""
 
-    def __init__(self, runtime: RuntimeDir, bell: EngineBell):
+    def __init__(self, runtime: RuntimeDir, bell: EngineBell, watchdog: ThreadWatchdog):
         self._bell = bell
+        self._watchdog = watchdog
         self._context = zmq.Context()
         self._intake = pull_socket(self._context, runtime.ipc_address(INTAKE))
         self._control = pull_socket(self._context, runtime.ipc_address(CONTROL))
         self._requests: deque[IntakeMessage] = deque()
         self._commands: deque[ControlRequest] = deque()
         self._room = threading.Semaphore(MAX_PENDING)
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self._requests or self._commands)
+
     def take_requests(self) -> list[IntakeMessage]:
-        """Everything received so far, in order of arrival."""
+        """Everything received so far, in order of arrival. Raises IntakeFailed when the thread has died."""
+        if self._failure is not None:
+            raise IntakeFailed("the intake thread has died") from self._failure
         return self._take(self._requests)
 
     def take_commands(self) -> list[ControlRequest]:
@@ -59,22 +72,30 @@ class IntakeThread:
         return taken
 
     def _run(self) -> None:
+        try:
+            self._receive()
+        except zmq.ContextTerminated:
+            pass
+        except Exception as error:  # noqa: BLE001 - handed to the loop, which ends the engine
+            self._failure = error
+            self._bell.ring()
+        finally:
+            self._intake.close()
+            self._control.close()
+
+    def _receive(self) -> None:
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         poller.register(self._intake, zmq.POLLIN)
         intake_decoder = msgspec.msgpack.Decoder(IntakeMessage)
         control_decoder = msgspec.msgpack.Decoder(ControlRequest)
         while True:
-            try:
-                ready = dict(poller.poll())
+            ready = dict(poller.poll())
+            with self._watchdog:
                 if self._control in ready:
                     self._drain(self._control, control_decoder, self._commands)
                 if self._intake in ready:
                     self._drain(self._intake, intake_decoder, self._requests)
-            except zmq.ContextTerminated:
-                self._intake.close()
-                self._control.close()
-                return
 
     def _drain(self, socket: zmq.Socket, decoder: msgspec.msgpack.Decoder, queue: deque) -> None:
         for _ in range(256):  # then look at the control socket again
@@ -88,10 +109,15 @@ class IntakeThread:
                 # Only our own processes reach these sockets: this is a version mix-up, not user input.
                 logger.exception("dropped a message of %d bytes that this version can't read", len(message))
                 continue
-            self._room.acquire()
+            if not self._room.acquire(blocking=False):
+                self._watchdog.disarm()  # the loop is behind: that is its own watchdog's business
+                self._room.acquire()
+                self._watchdog.arm()
             queue.append(decoded)
         self._bell.ring()
 
     def close(self) -> None:
+        self._room.release(MAX_PENDING)  # a thread that waits for room ends, too
         self._context.term()
         self._thread.join(timeout=5)
+        self._watchdog.close()

@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,12 +24,14 @@ import time
 from pathlib import Path
 
 from fastengine.config import EngineConfig
-from fastengine.ipc.worker_link import EngineEnd, generation_dir
+from fastengine.ipc.worker_link import GENERATION_PREFIX, EngineEnd, generation_dir
 from fastengine.protocol.steps import WorkerFailure
 
 LOG_TAIL_LINES = 30
 # How long the ranks of a stopped group may take before they are killed.
 STOP_TIMEOUT_S = 5.0
+# How long the ranks of a stuck group get to write where they stand.
+STACK_DUMP_S = 0.5
 
 
 def worker_script() -> str:
@@ -36,6 +40,14 @@ def worker_script() -> str:
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError("fastengine.worker is not installed: run 'pip install .' in the fastengine checkout")
     return str(Path(next(iter(spec.submodule_search_locations))) / "__main__.py")
+
+
+def first_generation(runtime_dir: Path) -> int:
+    """A number that no workers of this instance have had; removes what those of a dead engine left."""
+    used = [int(path.name.removeprefix(GENERATION_PREFIX)) for path in runtime_dir.glob(f"{GENERATION_PREFIX}*")]
+    for generation in used:
+        shutil.rmtree(generation_dir(runtime_dir, generation), ignore_errors=True)
+    return max(used, default=-1) + 1
 
 
 class WorkerGroup:
@@ -56,10 +68,14 @@ class WorkerGroup:
         self._launcher = self._start_launcher(runtime_dir)
         self._launcher_fd = os.pidfd_open(self._launcher.pid)
 
-    def _start_launcher(self, runtime_dir: Path) -> subprocess.Popen[bytes]:
+    def launch_command(self, runtime_dir: Path) -> list[str]:
+        """The command that starts all ranks, writes each one's ``workerlog.<rank>`` and ends when they have."""
         command = [sys.executable, "-m", "fastengine.engine.launch_ranks", str(os.getpid())]
         command += ["--nproc_per_node", str(self.num_ranks), "--log_dir", str(self.log_dir), worker_script()]
-        command += ["--runtime-dir", str(runtime_dir), "--generation", str(self.generation)]
+        return [*command, "--runtime-dir", str(runtime_dir), "--generation", str(self.generation)]
+
+    def _start_launcher(self, runtime_dir: Path) -> subprocess.Popen[bytes]:
+        command = self.launch_command(runtime_dir)
         with (self.log_dir / "launcher.log").open("wb") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -82,7 +98,7 @@ class WorkerGroup:
             first = self.failures[0]
             return f"worker rank {first.rank} failed in {first.phase}: {first.message}\n{first.traceback.rstrip()}"
         for rank in range(self.num_ranks):
-            tail = log_tail(self.log_dir / f"workerlog.{rank}")
+            tail = log_tail(self.log_of(rank))
             if "Traceback" in tail or "Error" in tail:
                 return f"worker rank {rank} died; its log ends with:\n{tail}"
         code = self._launcher.poll()
@@ -90,6 +106,31 @@ class WorkerGroup:
             launcher_tail = log_tail(self.log_dir / "launcher.log")
             return f"the launcher ended with code {code}; its log ends with:\n{launcher_tail}"
         return "a worker process was killed from outside (no error in its log)"
+
+    def log_of(self, rank: int) -> Path:
+        return self.log_dir / f"workerlog.{rank}"
+
+    def last_words(self) -> dict[str, str]:
+        """process -> the traceback it sent, or the end of its log."""
+        words = {f"worker rank {rank}": log_tail(self.log_of(rank)) for rank in range(self.num_ranks)}
+        return words | {f"worker rank {failure.rank}": failure.traceback for failure in self.failures}
+
+    def dump_stacks(self) -> dict[str, str]:
+        """Have every rank write where each of its threads stands; process -> what it wrote, or its state when it can't."""
+        pids = {rank: pid for rank, pid in enumerate(self.link.signals.all("pid")) if pid}
+        written = {rank: _size(self.log_of(rank)) for rank in pids}
+        for pid in pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+                os.kill(pid, signal.SIGCONT)  # one that was stopped could not answer
+        deadline = time.monotonic() + STACK_DUMP_S
+        for fd in self._rank_fds.values():
+            _wait_exit(fd, deadline - time.monotonic())
+        stacks = {}
+        for rank, pid in pids.items():
+            text = _text_from(self.log_of(rank), written[rank])
+            stacks[f"worker rank {rank}"] = text.strip() or f"pid {pid} does not answer; {_process_state(pid)}"
+        return stacks
 
     def wait_for_ranks(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Let ranks that were told to shut down end by themselves."""
@@ -120,12 +161,35 @@ def log_tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
         return f"(no log: {error})"
 
 
-def _wait_exit(pidfd: int, timeout_s: float) -> None:
-    import select
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
+
+def _text_from(path: Path, offset: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _process_state(pid: int) -> str:
+    """The kernel's word for what a process does (``State: D (disk sleep)``)."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return "it has ended"
+    return next((line for line in lines if line.startswith("State:")), "its state is unknown")
+
+
+def _wait_exit(pidfd: int, timeout_s: float) -> None:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll(max(0.0, timeout_s) * 1000)
 
 
-__all__ = ["WorkerGroup", "generation_dir", "log_tail", "worker_script"]
+__all__ = ["WorkerGroup", "first_generation", "generation_dir", "log_tail", "worker_script"]

@@ -24,11 +24,12 @@ class PlanFeed:
 
     def __init__(self, link: EngineEnd, watchdog_timeout_s: float):
         """``watchdog_timeout_s`` 0: steps may take as long as they like."""
-        self._link = link
+        self.link = link
         self._timeout_s = watchdog_timeout_s
         self._backlog: deque[bytes] = deque()
         self._num_in_flight = 0
         self._moved_at = 0.0
+        self.has_lost_rank = False  # a rank no longer listens: its process handle will tell
 
     @property
     def has_backlog(self) -> bool:
@@ -54,12 +55,14 @@ class PlanFeed:
 
     def _publish(self, encoded: bytes) -> bool:
         try:
-            self._link.publish(encoded)
+            self.link.publish(encoded)
         except RingFull:
             return False
-        except BellClosed:
-            # The message is in the ring, but a rank is gone: its process handle ends the group.
-            logger.warning("a worker rank no longer listens")
+        except BellClosed as error:
+            # The message is in the ring. The group's end is the process handle's business.
+            if not self.has_lost_rank:
+                logger.warning("a worker rank no longer listens: %s", error)
+            self.has_lost_rank = True
         return True
 
     def answered(self) -> None:

@@ -14,9 +14,14 @@ EngineCore and touched by this thread alone.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
+import os
 import select
+import signal
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -24,58 +29,75 @@ import msgspec
 
 from fastengine.config import EngineConfig
 from fastengine.engine.core import EngineCore
+from fastengine.engine.evidence import Evidence
 from fastengine.engine.intake import IntakeThread
-from fastengine.engine.launcher import WorkerGroup
+from fastengine.engine.launcher import STOP_TIMEOUT_S, WorkerGroup, first_generation
 from fastengine.engine.outbox import RETRY_S, Outbox
+from fastengine.engine.pipeline import UnexpectedResult
+from fastengine.engine.plan_feed import PlanFeed
 from fastengine.engine.request_state import ModelLimits
-from fastengine.ipc.bell import BellClosed
-from fastengine.ipc.channels import ENCODER
-from fastengine.ipc.ring import RingFull
+from fastengine.engine.worker_start import INIT_CACHE_ID, EngineFailed, WorkerStart
+from fastengine.ipc.ring import RingCorrupt
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.ipc.worker_link import EngineBell
+from fastengine.observability.watchdog import ThreadWatchdog
 from fastengine.protocol.control import ControlResponse
 from fastengine.protocol.outputs import EngineError, EngineStatus
 from fastengine.protocol.requests import AbortRequest, ClientGone, ClientHello, GenerateRequest
-from fastengine.protocol.steps import FromWorker, StepPlan, StepResult, WorkerCommand, WorkerFailure, WorkerReady, WorkerReply
+from fastengine.protocol.steps import FromWorker, StepResult, WorkerCommand, WorkerFailure, WorkerReady, WorkerReply
+
+__all__ = ["EngineFailed", "EngineService"]
 
 logger = logging.getLogger(__name__)
 
 # While workers load, how often their progress is passed on.
 PROGRESS_PERIOD_S = 0.5
-# EngineCore numbers its commands from 1.
-INIT_CACHE_ID = 0
 # Crashes are counted over this window against ParallelConfig.max_worker_restarts.
 RESTART_WINDOW_S = 600.0
-
-
-class EngineFailed(RuntimeError):
-    """The engine can't go on; the message is what the console shows."""
+# What a turn may take beyond --watchdog-timeout: it may end one group of workers and start the next. A busy
+# machine may keep a thread waiting for its turn, too.
+TURN_MARGIN_S = 4 * STOP_TIMEOUT_S
+# What workers send or sent can't be understood, or belongs to nothing: they and the engine no longer agree.
+DISAGREEMENT = (UnexpectedResult, ValueError, msgspec.DecodeError, RingCorrupt)
 
 
 class EngineService:
     """Owns the threads, sockets and processes around one EngineCore."""
 
-    def __init__(self, config: EngineConfig, runtime: RuntimeDir, limits: ModelLimits, report: Callable[[EngineStatus], None]):
-        """``report`` receives every change of the engine's status (for whoever started this process)."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        runtime: RuntimeDir,
+        limits: ModelLimits,
+        report: Callable[[EngineStatus], None],
+        group_type: type[WorkerGroup] = WorkerGroup,
+    ):
+        """``report`` receives every change of the engine's status (for whoever started this process).
+
+        The thread that runs it must live as long as the process. Stack dumps must have been enabled.
+        """
         self.config = config
         self._runtime = runtime
         self._limits = limits
         self._report = report
         self._bell = EngineBell(runtime.path)
-        self._intake = IntakeThread(runtime, self._bell)
+        turn_s = config.parallel.watchdog_timeout and config.parallel.watchdog_timeout + TURN_MARGIN_S
+        self._watchdog = ThreadWatchdog(turn_s)
+        self._intake = IntakeThread(runtime, self._bell, ThreadWatchdog(turn_s))
         self._outbox = Outbox(runtime)
+        self._evidence = Evidence(config, runtime.instance_id)
         self._decode = msgspec.msgpack.Decoder(FromWorker).decode
         self._core: EngineCore | None = None  # made when the first workers say how many blocks there are
         self._early: deque[GenerateRequest | AbortRequest | ClientHello | ClientGone] = deque()
+        self._client_pids: dict[int, int] = {}
+        self._group_type = group_type
         self._group: WorkerGroup | None = None
-        self._ready: dict[int, WorkerReady] = {}
-        self._init_replies: set[int] = set()
-        self._num_blocks = 0
+        self._feed: PlanFeed | None = None
+        self._process_ended = False  # one of the group's
+        self._start = WorkerStart(config.cache, config.parallel.tensor_parallel_size)
         self._serving = False  # the workers take plans
-        self._generation = 0
+        self._generation = first_generation(runtime.path)
         self._crash_times: deque[float] = deque()
-        self._plan_times: deque[float] = deque()  # when each step in flight was published
-        self._undelivered: deque[bytes] = deque()  # messages the plan ring had no room for
         self._status = EngineStatus(state="starting")
         self._stop_deadline: float | None = None
         self._poll = select.poll()
@@ -85,20 +107,28 @@ class EngineService:
     def run(self) -> None:
         """Serve until :meth:`request_stop` was called and all work has ended. Raises EngineFailed."""
         self._intake.start()
-        self._start_workers()
         try:
+            self._start_workers()
             while not self._stopped():
                 self._sleep()
-                self._turn()
+                with self._watchdog:
+                    self._turn()
             self._shut_workers_down()
         except EngineFailed as failure:
             self._set_status(state="failed", message=str(failure))
             raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._evidence.crashed("engine", reason, {"engine": traceback.format_exc()})
+            self._set_status(state="failed", message=f"the engine crashed: {reason}")
+            raise
         finally:
             self._end_group()
+            self._evidence.close()
             self._outbox.close()
             self._intake.close()
             self._bell.close()
+            self._watchdog.close()
 
     def request_stop(self, drain_s: float) -> None:
         """Finish running requests for at most ``drain_s``, then end. For a signal handler of the main thread."""
@@ -122,21 +152,34 @@ class EngineService:
             self._deliver()
 
     def _sleep(self) -> None:
+        """Until something has happened or is due."""
+        feed = self._feed
+        if feed is None or not feed.num_in_flight or feed.has_lost_rank or self._intake.has_news:
+            self._poll_until_due()
+        elif not feed.link.look():
+            self._poll_until_due()
+            feed.link.woken()
+
+    def _poll_until_due(self) -> None:
         deadlines = [self._stop_deadline]
         now = time.monotonic()
         if not self._serving:
             deadlines.append(now + PROGRESS_PERIOD_S)
-        if self._outbox.has_backlog or self._undelivered:
+        elif self._feed is not None:
+            deadlines.append(self._feed.stuck_at())
+        if self._outbox.has_backlog or (self._feed is not None and self._feed.has_backlog):
             deadlines.append(now + RETRY_S)
         if self._core is not None:
             deadlines.append(self._core.next_deadline())
-        if self._plan_times and self.config.parallel.watchdog_timeout:
-            deadlines.append(self._plan_times[0] + self.config.parallel.watchdog_timeout)
         due = min((d for d in deadlines if d is not None), default=None)
         # Rounded up: waking a fraction of a millisecond early would spin until the deadline.
         timeout_ms = None if due is None else max(0, int((due - now) * 1000) + 1)
-        if self._poll.poll(timeout_ms):
-            self._bell.clear()
+        bell = self._bell.fileno()
+        for fd, _ in self._poll.poll(timeout_ms):
+            if fd == bell:
+                self._bell.clear()
+            else:
+                self._process_ended = True
 
     # -- clients --------------------------------------------------------------------------------
 
@@ -151,6 +194,7 @@ class EngineService:
             if isinstance(message, ClientHello):
                 self._greet(message)
             elif isinstance(message, ClientGone):
+                self._client_pids.pop(message.client_index, None)
                 self._outbox.drop(message.client_index)
             if self._core is None:
                 self._early.append(message)
@@ -158,6 +202,7 @@ class EngineService:
                 self._admit(self._core, message)
 
     def _greet(self, hello: ClientHello) -> None:
+        self._client_pids[hello.client_index] = hello.pid
         self._outbox.open(hello.client_index)
         self._outbox.send(hello.client_index, self._current_status())
 
@@ -188,7 +233,7 @@ class EngineService:
         if self._core is None:
             return self._status
         paused, sleeping, version = self._core.is_paused, self._core.is_sleeping, self._core.weight_version
-        return msgspec.structs.replace(self._status, paused=paused, sleeping=sleeping, weight_version=version, num_blocks=self._num_blocks)
+        return msgspec.structs.replace(self._status, paused=paused, sleeping=sleeping, weight_version=version)
 
     def _set_status(self, **changes: object) -> None:
         self._publish_status(msgspec.structs.replace(self._current_status(), **changes))
@@ -201,10 +246,11 @@ class EngineService:
     # -- workers --------------------------------------------------------------------------------
 
     def _start_workers(self) -> None:
-        self._ready.clear()
-        self._init_replies.clear()
         self._serving = False
-        self._group = WorkerGroup(self.config, self._runtime.path, self._generation)
+        self._process_ended = False
+        self._group = self._group_type(self.config, self._runtime.path, self._generation)
+        self._feed = PlanFeed(self._group.link, self.config.parallel.watchdog_timeout)
+        self._start = WorkerStart(self.config.cache, self._group.num_ranks)
         self._generation += 1
         self._watch_processes()
 
@@ -216,78 +262,70 @@ class EngineService:
 
     def _receive_from_workers(self) -> None:
         assert self._group is not None
-        for rank, message in self._group.link.receive():
-            decoded = self._decode(message)
-            if isinstance(decoded, StepResult):
-                if self._plan_times:
-                    self._plan_times.popleft()
-                assert self._core is not None
-                self._core.process_result(decoded)
-            elif isinstance(decoded, WorkerReply):
-                self._process_reply(decoded)
-            elif isinstance(decoded, WorkerReady):
-                self._rank_is_ready(decoded)
-            else:
-                self._group.failures.append(decoded)
-                logger.error("worker rank %d: %s", rank, decoded.message)
+        try:
+            for rank, message in self._group.link.receive():
+                self._process(rank, self._decode(message))
+        except DISAGREEMENT as error:
+            logger.exception("workers and engine no longer agree")
+            self._workers_died(f"workers and engine no longer agree: {type(error).__name__}: {error}", {"engine": traceback.format_exc()})
+
+    def _process(self, rank: int, message: FromWorker) -> None:
+        assert self._group is not None
+        if isinstance(message, StepResult):
+            self._process_result(message)
+        elif isinstance(message, WorkerReply):
+            self._process_reply(message)
+        elif isinstance(message, WorkerReady):
+            self._rank_is_ready(message)
+        else:
+            self._group.failures.append(message)
+            logger.error("worker rank %d: %s", rank, message.message)
+
+    def _process_result(self, result: StepResult) -> None:
+        if self._core is None or self._feed is None:
+            raise UnexpectedResult(f"result of step {result.step_id} before the first step")
+        self._feed.answered()
+        self._core.process_result(result)
 
     def _rank_is_ready(self, ready: WorkerReady) -> None:
         assert self._group is not None
-        self._ready[ready.rank] = ready
         self._group.watch_rank(ready.rank, ready.pid)
         self._watch_processes()
-        if len(self._ready) < self._group.num_ranks:
-            return
-        cache = self.config.cache
-        fits = min(rank.num_blocks for rank in self._ready.values())
-        self._num_blocks = cache.num_gpu_blocks_override or fits
-        if self._num_blocks < 1:
-            raise EngineFailed("there is no memory for a single KV block: lower --block-size or --max-num-seqs, or set --kv-cache-memory-gib")
-        args = {"num_blocks": self._num_blocks, "num_host_blocks": self._num_host_blocks()}
-        self._send_command(WorkerCommand(command_id=INIT_CACHE_ID, name="init_cache", args=args))
-
-    def _num_host_blocks(self) -> int:
-        bytes_per_block = max(rank.bytes_per_block for rank in self._ready.values())
-        return int(self.config.cache.swap_space * 2**30) // max(1, bytes_per_block)
+        command = self._start.rank_is_ready(ready)
+        if command is not None:
+            self._send(command)
 
     def _process_reply(self, reply: WorkerReply) -> None:
         if reply.command_id != INIT_CACHE_ID:
             assert self._core is not None
             self._core.process_reply(reply)
             return
-        if reply.error:
-            raise EngineFailed(f"worker rank {reply.rank} could not make the KV cache: {reply.error}")
-        self._init_replies.add(reply.rank)
-        if len(self._init_replies) == len(self._ready):
+        if self._start.confirm(reply):
             self._begin_serving()
 
     def _begin_serving(self) -> None:
         self._serving = True
         if self._core is None:
-            self._core = EngineCore(self.config, self._limits, self._num_blocks, self._num_host_blocks())
-            self._core.set_compiled_ops(self._ready[0].device, self._ready[0].compiled_ops)
+            rank_0 = self._start.ready[0]
+            self._core = EngineCore(self.config, self._limits, self._start.num_blocks, self._start.num_host_blocks)
+            self._core.set_compiled_ops(rank_0.device, rank_0.compiled_ops)
+            self._evidence.watch(self._core)
             while self._early:
                 self._admit(self._core, self._early.popleft())
         else:
-            self._core.workers_restarted(self._num_blocks)
-        self._set_status(state="ready", message="", progress=1.0, num_blocks=self._num_blocks)
+            self._core.workers_restarted(self._start.num_blocks)
+            logger.warning("the workers are back after %.1f s", time.monotonic() - self._crash_times[-1])
+        self._set_status(state="ready", message="", progress=1.0, num_blocks=self._start.num_blocks)
 
     def _check_workers(self) -> None:
-        group = self._group
-        assert group is not None
-        dead = select.poll()
-        for fd in group.exit_fds():
-            dead.register(fd, select.POLLIN)
-        if group.failures or dead.poll(0):
+        assert self._group is not None
+        assert self._feed is not None
+        stuck_at = self._feed.stuck_at()
+        if self._group.failures or self._process_ended:
             self._workers_died()
-            return
-        if self._plan_times and self.config.parallel.watchdog_timeout:
-            stuck_s = time.monotonic() - self._plan_times[0]
-            if stuck_s >= self.config.parallel.watchdog_timeout:
-                logger.error("a step has taken %.0f s: the workers count as dead", stuck_s)
-                self._workers_died()
-                return
-        if not self._serving:
+        elif stuck_at is not None and time.monotonic() >= stuck_at:
+            self._workers_hang()
+        elif not self._serving:
             self._watch_loading()
 
     def _watch_loading(self) -> None:
@@ -300,20 +338,30 @@ class EngineService:
         if progress != self._status.progress:
             self._set_status(progress=progress)
 
-    def _workers_died(self) -> None:
-        """Explain the death, take the requests back, and start the next generation."""
+    def _workers_hang(self) -> None:
+        """Say where every thread of every process stands, then treat the workers as dead."""
+        assert self._group is not None
+        timeout_s = self.config.parallel.watchdog_timeout
+        reason = f"no step has moved for {timeout_s:g} s (--watchdog-timeout)"
+        logger.error("%s; the threads of the engine, the workers and the API processes stand here:", reason)
+        faulthandler.dump_traceback(all_threads=True)
+        for pid in self._client_pids.values():
+            if pid:  # 0: a program of the user's, which may not expect a signal
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        stacks = self._group.dump_stacks()
+        for process, stack in stacks.items():
+            logger.error("%s:\n%s", process, stack)
+        self._workers_died(reason, stacks)
+
+    def _workers_died(self, reason: str | None = None, tracebacks: dict[str, str] | None = None) -> None:
+        """Explain the death (``reason``, or what the group left behind), take the requests back, start the next generation."""
         group = self._group
         assert group is not None
-        for _, message in group.link.receive():  # last words, published before the death
-            decoded = self._decode(message)
-            if isinstance(decoded, WorkerFailure):
-                group.failures.append(decoded)
-            elif isinstance(decoded, StepResult) and self._core is not None:
-                self._core.process_result(decoded)
-        reason = group.explain_death()
+        self._hear_last_words(group, with_results=reason is None)
+        reason = reason or group.explain_death()
+        self._evidence.crashed("worker", reason, {**group.last_words(), **(tracebacks or {})})
         self._end_group()
-        self._plan_times.clear()
-        self._undelivered.clear()
         if self._core is None:
             raise EngineFailed(f"the workers died while starting.\n{reason}")
         now = time.monotonic()
@@ -323,43 +371,38 @@ class EngineService:
         if len(self._crash_times) > self.config.parallel.max_worker_restarts:
             raise EngineFailed(f"the workers died {len(self._crash_times)} times within {RESTART_WINDOW_S:.0f} s, the last time:\n{reason}")
         logger.error("the workers died and are started again: %s", reason)
-        self._core.workers_lost()
+        report = self._core.workers_lost()
+        logger.warning("%d running requests will be recomputed, %d have failed", len(report.requeued) - len(report.failed), len(report.failed))
         self._start_workers()
         self._set_status(state="recovering", message=reason.splitlines()[0], progress=0.0)
 
+    def _hear_last_words(self, group: WorkerGroup, *, with_results: bool) -> None:
+        """What was published before the death: failures, and results that still count."""
+        with contextlib.suppress(*DISAGREEMENT):  # what comes after a message that makes no sense makes none either
+            for _, message in group.link.receive():
+                decoded = self._decode(message)
+                if isinstance(decoded, WorkerFailure):
+                    group.failures.append(decoded)
+                elif isinstance(decoded, StepResult) and with_results:
+                    self._process_result(decoded)
+
     def _feed_workers(self) -> None:
         assert self._core is not None
-        while self._undelivered and self._publish(self._undelivered[0]):
-            self._undelivered.popleft()
-        if not self._serving or self._undelivered:
+        assert self._feed is not None
+        self._feed.flush()
+        if not self._serving or self._feed.has_backlog:
             return
         for command in self._core.take_commands():
-            self._send_command(command)
-        while not self._undelivered:
+            self._feed.send(command)
+        while not self._feed.has_backlog:
             plan = self._core.schedule()
             if plan is None:
                 return
-            self._plan_times.append(time.monotonic())
-            self._send(plan)
+            self._feed.send(plan)
 
-    def _send_command(self, command: WorkerCommand) -> None:
-        self._send(command)
-
-    def _send(self, message: StepPlan | WorkerCommand) -> None:
-        encoded = ENCODER.encode(message)
-        if self._undelivered or not self._publish(encoded):
-            self._undelivered.append(encoded)
-
-    def _publish(self, encoded: bytes) -> bool:
-        assert self._group is not None
-        try:
-            self._group.link.publish(encoded)
-        except RingFull:
-            return False
-        except BellClosed:
-            # The message is in the ring, but a rank is gone: its process handle ends the group next turn.
-            logger.warning("a worker rank no longer listens")
-        return True
+    def _send(self, command: WorkerCommand) -> None:
+        assert self._feed is not None
+        self._feed.send(command)
 
     def _shut_workers_down(self) -> None:
         self._set_status(state="stopping")
@@ -367,10 +410,10 @@ class EngineService:
             self._core.abort_everything()
             self._deliver()
         if self._group is not None and self._serving:
-            self._send_command(WorkerCommand(command_id=INIT_CACHE_ID, name="shutdown"))
+            self._send(WorkerCommand(command_id=INIT_CACHE_ID, name="shutdown"))
             self._group.wait_for_ranks()
 
     def _end_group(self) -> None:
         if self._group is not None:
             self._group.kill()
-            self._group = None
+            self._group = self._feed = None

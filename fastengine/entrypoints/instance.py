@@ -33,9 +33,21 @@ def check_config(config: EngineConfig) -> None:
     longest = config.model.max_model_len
     if longest is not None and longest > spec.max_position_embeddings:
         raise ConfigError("max_model_len", f"{longest} exceeds the model's own {spec.max_position_embeddings} positions")
+    if config.observability.crash_dump_dir is not None:
+        check_writable(config.observability.crash_dump_dir)
     ranks = config.parallel.tensor_parallel_size
     if spec.num_attention_heads % ranks:
         raise ConfigError("tensor_parallel_size", f"{ranks} ranks can't share {spec.num_attention_heads} attention heads evenly")
+
+
+def check_writable(directory: str) -> None:
+    """Make ``--crash-dump-dir`` if need be. Raises ConfigError."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("crash_dump_dir", f"{directory} can't be made: {error.strerror}") from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError("crash_dump_dir", f"{directory} is not writable")
 
 
 class EngineProcess:

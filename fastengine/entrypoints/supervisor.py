@@ -11,6 +11,7 @@ started again; a dead engine ends the server, or is started again with ``--resta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from fastengine.config import ConfigError, EngineConfig
 from fastengine.entrypoints.instance import STOP_MARGIN_S, EngineProcess, create_runtime
 from fastengine.ipc.channels import ENCODER, INTAKE, client_name, push_socket
-from fastengine.ipc.process import SignalInbox
+from fastengine.ipc.process import EXIT_HOPELESS, SignalInbox
 from fastengine.protocol.outputs import EngineStatus
 from fastengine.protocol.requests import ClientGone
 
@@ -142,9 +143,12 @@ class Supervisor:
             self._engine.terminate()
 
     def _api_died(self, index: int, code: int) -> None:
-        logger.error("API process %d died (%s); its requests are aborted and it is started again", index, _how(code))
-        self._intake.send(ENCODER.encode(ClientGone(index)), zmq.NOBLOCK)
-        if self._may_restart(f"api-{index}"):
+        logger.error("API process %d died (%s); its requests are aborted", index, _how(code))
+        with contextlib.suppress(zmq.Again):  # an engine that reads nothing has other troubles; the successor's hello says the same
+            self._intake.send(ENCODER.encode(ClientGone(index)), zmq.NOBLOCK)
+        if code == EXIT_HOPELESS:
+            self._fail(f"API process {index} can't do its work and would not the next time: see its message above")
+        elif self._may_restart(f"api-{index}"):
             self._start_api(index)
         else:
             self._fail(f"API process {index} died {MAX_RESTARTS_PER_MINUTE} times within a minute")
@@ -246,6 +250,8 @@ class Supervisor:
 
 
 def _how(code: int) -> str:
+    if code == -signal.SIGALRM:
+        return "it hung for --watchdog-timeout seconds with work to do; where its threads stood is above"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 
 PR_SET_PDEATHSIG = 1
+# A process that ends with this code would end the same way again: it is not started again, and its last line says why.
+EXIT_HOPELESS = 3
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

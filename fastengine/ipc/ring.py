@@ -141,6 +141,10 @@ class RingReader:
         self._slot = (READ_AT + LINE * index) // 8
         self._read = self._map.counters[self._slot]
 
+    @property
+    def has_message(self) -> bool:
+        return self._map.counters[WRITTEN_AT // 8] != self._read
+
     def try_read(self) -> bytes | None:
         """The next message, or None when all have been read."""
         ring = self._map

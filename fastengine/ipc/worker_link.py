@@ -19,14 +19,16 @@ from pathlib import Path
 from fastengine.ipc.bell import Bell, BellClosed, BellRinger
 from fastengine.ipc.ring import RingReader, RingWriter, create_ring
 from fastengine.ipc.signals import SignalBoard
+from fastengine.ipc.spin import Spinner
 
 PLAN_RING_BYTES = 8 << 20
 RESULT_RING_BYTES = 8 << 20
 ENGINE_BELL = "engine.bell"
+GENERATION_PREFIX = "workers-"
 
 
 def generation_dir(runtime_dir: Path, generation: int) -> Path:
-    return runtime_dir / f"workers-{generation}"
+    return runtime_dir / f"{GENERATION_PREFIX}{generation}"
 
 
 class EngineEnd:
@@ -43,6 +45,7 @@ class EngineEnd:
         self._plans = RingWriter(self.path / "plans")
         self._results = [RingReader(self.path / f"results-{rank}") for rank in range(num_ranks)]
         self._bells = [BellRinger(self.path / f"rank-{rank}.bell") for rank in range(num_ranks)]
+        self._spinner = Spinner()
 
     @property
     def max_message_bytes(self) -> int:
@@ -61,6 +64,16 @@ class EngineEnd:
             while (message := ring.try_read()) is not None:
                 received.append((rank, message))
         return received
+
+    def look(self) -> bool:
+        """Whether a message comes within a moment. False: sleep, and call :meth:`woken` afterwards."""
+        return self._spinner.look(self._any_message) is not None
+
+    def woken(self) -> None:
+        self._spinner.woken()
+
+    def _any_message(self) -> bool | None:
+        return any(ring.has_message for ring in self._results) or None
 
     def unread_bytes(self) -> list[int]:
         """Bytes published that each rank has not read yet."""
@@ -86,15 +99,21 @@ class WorkerEnd:
         self._plans = RingReader(path / "plans", rank)
         self._results = RingWriter(path / f"results-{rank}")
         self._engine_bell = BellRinger(runtime_dir / ENGINE_BELL)
+        self._spinner = Spinner()
         self.signals = SignalBoard(path / "signals", num_ranks=num_ranks)
 
     def receive(self, timeout_s: float | None) -> bytes | None:
         """The next message from the engine; None when none came within ``timeout_s``."""
         message = self._plans.try_read()
-        if message is None and self._bell.wait(timeout_s):
-            # A ring may be left over from a message that was read already: then this is None, too,
-            # and the caller simply waits again.
+        if message is None:
+            message = self._spinner.look(self._plans.try_read)
+        if message is None:
+            # Rings may be left over from messages that were found without them.
+            self._bell.clear()
             message = self._plans.try_read()
+            if message is None and self._bell.wait(timeout_s):
+                message = self._plans.try_read()
+            self._spinner.woken()
         return message
 
     def send(self, message: bytes) -> None:
@@ -115,6 +134,7 @@ class EngineBell:
     def __init__(self, runtime_dir: Path):
         self._bell = Bell(runtime_dir / ENGINE_BELL)
         self._ringer = BellRinger(runtime_dir / ENGINE_BELL)
+        self._closed = False
 
     def fileno(self) -> int:
         """For a poll over the bell and other descriptors; call :meth:`clear` when it is readable."""
@@ -127,10 +147,13 @@ class EngineBell:
         self._bell.clear()
 
     def ring(self) -> None:
-        """Wake the loop from another thread of the engine."""
+        """Wake the loop from another thread of the engine, or from a signal handler; nothing once the loop has ended."""
+        if self._closed:
+            return
         with contextlib.suppress(BellClosed):  # the loop has ended: nobody is left to wake
             self._ringer.ring()
 
     def close(self) -> None:
+        self._closed = True
         self._bell.close()
         self._ringer.close()

@@ -10,6 +10,7 @@ import pytest
 from tests.server import Server, running_server
 
 TINY = Path(__file__).parent.parent / "golden" / "llama"
+MORTAL_FLAGS = ("--max-num-seqs", "32", "--num-gpu-blocks-override", "128", "--max-model-len", "256", "--check-invariants")
 TINY_FLAGS = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "64", "--max-model-len", "256")
 
 
@@ -24,4 +25,14 @@ def default_server(default_model: Path) -> Iterator[Server]:
 def tiny_server() -> Iterator[Server]:
     """A server with a tiny random model. Tests that change its weights put them back."""
     with running_server(TINY, *TINY_FLAGS, "--api-workers", "2", "--check-invariants") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose processes tests may kill: it recovers, and each test leaves it serving."""
+    dumps = tmp_path_factory.mktemp("dumps")
+    evidence = ("--crash-dump-dir", str(dumps), "--dump-requests", "16", "--log-requests", "--watchdog-timeout", "5")
+    with running_server(TINY, *MORTAL_FLAGS, *evidence, "--restart-engine") as server:
+        server.dumps = dumps
         yield server

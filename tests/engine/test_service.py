@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fastengine.engine.intake import IntakeFailed, IntakeThread
 from fastengine.engine.launcher import WorkerGroup
 from fastengine.observability.request_log import read_requests
 from tests.engine.service_harness import ServiceHarness, running_service
@@ -167,6 +168,18 @@ def test_a_defect_of_the_engine_leaves_a_report_and_ends_it(short_tmp: Path, tmp
     assert "in broken" in lines[2]["text"]
     (record,) = read_requests(path)
     assert record.output_token_ids[:4] == one.tokens[:4]
+
+
+def test_the_death_of_the_intake_thread_is_the_engines(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(IntakeThread, "_drain", broken)
+    with running_service(short_tmp) as service:
+        service.thread.join(30)
+        assert not service.thread.is_alive()
+    assert isinstance(service.error, IntakeFailed)
+    assert isinstance(service.error.__cause__, ZeroDivisionError)
 
 
 def test_finished_requests_are_dumped_in_batches_and_logged(short_tmp: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

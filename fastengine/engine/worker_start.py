@@ -1,0 +1,50 @@
+"""WorkerStart: from the ranks' first words to KV memory on all of them."""
+
+from __future__ import annotations
+
+from fastengine.config import CacheConfig
+from fastengine.protocol.steps import WorkerCommand, WorkerReady, WorkerReply
+
+# EngineCore numbers its commands from 1.
+INIT_CACHE_ID = 0
+
+
+class EngineFailed(RuntimeError):
+    """The engine can't go on; the message is what the console shows."""
+
+
+class WorkerStart:
+    """One generation's start. Each rank says that it is ready, is told to take KV memory, and confirms."""
+
+    def __init__(self, config: CacheConfig, num_ranks: int):
+        self._config = config
+        self._num_ranks = num_ranks
+        self._confirmed: set[int] = set()
+        self.ready: dict[int, WorkerReady] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks on each rank: as configured, or what fits the rank with the least room."""
+        return self._config.num_gpu_blocks_override or min(rank.num_blocks for rank in self.ready.values())
+
+    @property
+    def num_host_blocks(self) -> int:
+        bytes_per_block = max(rank.bytes_per_block for rank in self.ready.values())
+        return int(self._config.swap_space * 2**30) // max(1, bytes_per_block)
+
+    def rank_is_ready(self, ready: WorkerReady) -> WorkerCommand | None:
+        """The command that makes the KV caches, once the last rank is ready. Raises EngineFailed."""
+        self.ready[ready.rank] = ready
+        if len(self.ready) < self._num_ranks:
+            return None
+        if self.num_blocks < 1:
+            raise EngineFailed("there is no memory for a single KV block: lower --block-size or --max-num-seqs, or set --kv-cache-memory-gib")
+        args = {"num_blocks": self.num_blocks, "num_host_blocks": self.num_host_blocks}
+        return WorkerCommand(command_id=INIT_CACHE_ID, name="init_cache", args=args)
+
+    def confirm(self, reply: WorkerReply) -> bool:
+        """Take a rank's answer to that command; True when it was the last. Raises EngineFailed."""
+        if reply.error:
+            raise EngineFailed(f"worker rank {reply.rank} could not make the KV cache: {reply.error}")
+        self._confirmed.add(reply.rank)
+        return len(self._confirmed) == self._num_ranks
