@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,12 +19,12 @@ from tqdm import tqdm
 from fastengine.config import EngineConfig
 from fastengine.entrypoints.instance import STOP_MARGIN_S, EngineProcess, check_config, create_runtime
 from fastengine.ipc.channels import CONTROL, ENCODER, INTAKE, client_name, pull_socket, push_socket
-from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.model_files.load import load_spec
 from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse, ToClient
 from fastengine.protocol.outputs import EngineError, EngineStatus, OutputBatch, TokenOutput, TopLogprobs
 from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, SamplingParams
 from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
+from fastengine.sampling_rules import check_sampling
 from fastengine.text.chat_template import load_chat_template
 from fastengine.text.load import load_tokenizer
 from fastengine.text.output_text import OutputText
@@ -79,35 +81,57 @@ class _Sequence:
         return delta.stop_hit is not None
 
 
+class _Connection:
+    """The sockets and the engine process of one LLM. Owned by its finalizer, so that they outlive the LLM."""
+
+    def __init__(self, config: EngineConfig):
+        self.runtime = create_runtime(config)
+        self.context = zmq.Context()
+        self.inbox = pull_socket(self.context, self.runtime.ipc_address(client_name(CLIENT_INDEX)))
+        self.intake = push_socket(self.context, self.runtime.ipc_address(INTAKE))
+        self.control = push_socket(self.context, self.runtime.ipc_address(CONTROL))
+        self.engine = EngineProcess(self.runtime)
+
+    def close(self) -> None:
+        self.engine.terminate()
+        self.engine.wait(STOP_MARGIN_S)
+        self.engine.close()
+        # Closed one by one: a context that is collected in the same pass no longer knows its sockets and would wait for them.
+        for socket in (self.inbox, self.intake, self.control):
+            socket.close(linger=0)
+        self.context.term()
+        self.runtime.remove()
+
+
 class LLM:
     """An engine with its workers, for this program alone.
 
     ``LLM(model, **flags)`` takes the server's flags by name (``max_model_len=512``). It starts the engine
     at once and waits until it is ready; ``close()``, leaving a ``with`` block, garbage collection or the
     end of the program stop it. Make it in the main thread: the engine ends with the thread that made it.
+    Calls from several threads take turns.
     """
 
     def __init__(self, model: str, **flags: Any):
         self.config = EngineConfig.from_flags(model=model, **flags)
         check_config(self.config)
-        spec = load_spec(model)
-        self.tokenizer = load_tokenizer(self.config.model, spec)
+        self.tokenizer = load_tokenizer(self.config.model, load_spec(model))
         self._template = load_chat_template(self.config.model, self.tokenizer)
         self._handles = itertools.count(1)
         self._command_ids = itertools.count(1)
-        self._runtime = create_runtime(self.config)
-        self._context = zmq.Context()
-        self._inbox = pull_socket(self._context, self._runtime.ipc_address(client_name(CLIENT_INDEX)))
-        self._intake = push_socket(self._context, self._runtime.ipc_address(INTAKE))
-        self._control = push_socket(self._context, self._runtime.ipc_address(CONTROL))
+        self._turn = threading.Lock()
         self._decode = msgspec.msgpack.Decoder(ToClient).decode
-        self._engine = EngineProcess(self._runtime)
+        self._connection = _Connection(self.config)
         self._poller = zmq.Poller()
-        self._poller.register(self._inbox, zmq.POLLIN)
-        self._poller.register(self._engine.status_fd, zmq.POLLIN)
-        self._finalizer = weakref.finalize(self, _close, self._engine, self._context, self._runtime)
-        self._intake.send(ENCODER.encode(ClientHello(CLIENT_INDEX, 0)))
-        self._wait_ready()
+        self._poller.register(self._connection.inbox, zmq.POLLIN)
+        self._poller.register(self._connection.engine.status_fd, zmq.POLLIN)
+        self._finalizer = weakref.finalize(self, self._connection.close)
+        self._send(self._connection.intake, ClientHello(CLIENT_INDEX, os.getpid()))
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
 
     # -- public ---------------------------------------------------------------------------------
 
@@ -124,11 +148,12 @@ class LLM:
         ``sampling_params``: one for all or one per prompt. Raises GenerationError for the first request
         the engine refuses (the others are aborted), EngineDied when the engine ends.
         """
-        many: Sequence[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         requests = []
-        for prompt in many:
-            ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-            requests.append(RequestOutput(prompt if isinstance(prompt, str) else None, ids, []))
+        for prompt in _separate_prompts(prompts):
+            if isinstance(prompt, str):
+                requests.append(RequestOutput(prompt, self.tokenizer.encode(prompt, add_special_tokens=True), []))
+            else:
+                requests.append(RequestOutput(None, list(prompt), []))
         return self._run(requests, _per_prompt(sampling_params, len(requests)), n, use_tqdm)
 
     def chat(
@@ -142,6 +167,8 @@ class LLM:
         **template_values: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template."""
+        if isinstance(messages, str) or not all(isinstance(m, dict | list | tuple) for m in messages):
+            raise TypeError('chat() takes a list of messages such as [{"role": "user", "content": "Hi"}], or a list of such lists')
         if self._template is None:
             raise ValueError(f"{self.config.model.model} has no chat template: give one with chat_template=FILE, or call generate()")
         conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
@@ -157,13 +184,18 @@ class LLM:
         Raises GenerationError when it fails, TimeoutError when there is no answer in time.
         """
         request_id = f"control-{next(self._command_ids)}"
-        self._control.send(ENCODER.encode(ControlRequest(request_id=request_id, client_index=CLIENT_INDEX, command=command)))
-        for message in self._messages(timeout_s, f"an answer to {type(command).__name__}"):
-            if isinstance(message, ControlResponse) and message.request_id == request_id:
-                if message.error is not None:
-                    raise GenerationError(message.error)
-                return message.result
+        with self._turn:
+            self._send(self._connection.control, ControlRequest(request_id=request_id, client_index=CLIENT_INDEX, command=command))
+            for message in self._messages(timeout_s, f"an answer to {type(command).__name__}"):
+                if isinstance(message, ControlResponse) and message.request_id == request_id:
+                    if message.error is not None:
+                        raise GenerationError(message.error)
+                    return message.result
         raise AssertionError("unreachable: _messages ends by raising")
+
+    @staticmethod
+    def _send(socket: zmq.Socket, message: msgspec.Struct) -> None:
+        socket.send(ENCODER.encode(message))
 
     def close(self) -> None:
         """Stop the engine and its workers; idempotent."""
@@ -178,13 +210,25 @@ class LLM:
     # -- the client side of the engine ------------------------------------------------------------
 
     def _run(self, requests: list[RequestOutput], params: list[SamplingParams], n: int, use_tqdm: bool) -> list[RequestOutput]:
-        live: dict[int, _Sequence] = {}
-        for request, sampling in zip(requests, params, strict=True):
-            self._submit(request, sampling, n, live)
-        handles = set(live)
-        bar = tqdm(total=len(live), desc="Generating", unit="seq", disable=not use_tqdm)
+        for sampling in params:
+            check_sampling(sampling, self.tokenizer.vocab_size)
+        if not self._finalizer.alive:
+            raise EngineDied("this LLM is closed")
+        with self._turn:
+            live: dict[int, _Sequence] = {}
+            try:
+                for request, sampling in zip(requests, params, strict=True):
+                    self._submit(request, sampling, n, live)
+                self._collect(live, use_tqdm)
+            finally:
+                if live:  # leaving early: nothing of this call may go on
+                    self._send(self._connection.intake, AbortRequest(CLIENT_INDEX, list(live)))
+        return requests
+
+    def _collect(self, live: dict[int, _Sequence], use_tqdm: bool) -> None:
+        """Take outputs until no sequence is live."""
         num_tokens, started = 0, time.monotonic()
-        try:
+        with tqdm(total=len(live), desc="Generating", unit="seq", disable=not use_tqdm) as bar:
             messages = self._messages(None, "outputs")
             while live:
                 message = next(messages)
@@ -195,11 +239,6 @@ class LLM:
                 if done:
                     bar.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.0f} tokens/s", refresh=False)
                     bar.update(done)
-        finally:
-            bar.close()
-            if live:  # leaving early: nothing of this call may go on
-                self._intake.send(ENCODER.encode(AbortRequest(CLIENT_INDEX, list(handles & set(live)))))
-        return requests
 
     def _submit(self, request: RequestOutput, sampling: SamplingParams, n: int, live: dict[int, _Sequence]) -> None:
         parent = f"offline-{next(self._handles)}"
@@ -223,7 +262,7 @@ class LLM:
                 sampling=child,
                 arrival_time_s=time.time(),
             )
-            self._intake.send(ENCODER.encode(message))
+            self._send(self._connection.intake, message)
 
     def _take(self, batch: OutputBatch, live: dict[int, _Sequence]) -> tuple[int, int]:
         """Apply one step's outputs; returns (sequences that ended, tokens gained)."""
@@ -242,7 +281,7 @@ class LLM:
             if out.logprobs is not None:
                 sequence.output.logprobs = [*(sequence.output.logprobs or []), *out.logprobs]
             if sequence.add(out.token_ids, out.stop_token_id):
-                self._intake.send(ENCODER.encode(AbortRequest(CLIENT_INDEX, [out.handle])))
+                self._send(self._connection.intake, AbortRequest(CLIENT_INDEX, [out.handle]))
                 sequence.output.finish_reason = "stop"
             elif out.finish_reason is not None:
                 sequence.output.text += sequence.text.finish()
@@ -260,10 +299,11 @@ class LLM:
             ready = dict(self._poller.poll(left_ms))
             if not ready:
                 raise TimeoutError(f"no {awaited} within {timeout_s} s")
-            if self._engine.status_fd in ready and not self._engine.read_statuses():
-                raise EngineDied(self._engine.last_status.message or f"the engine process ended with code {self._engine.wait(1.0)}")
-            if self._inbox in ready:
-                yield self._decode(self._inbox.recv())
+            engine = self._connection.engine
+            if engine.status_fd in ready and not engine.read_statuses():
+                raise EngineDied(engine.last_status.message or f"the engine process ended with code {engine.wait(1.0)}")
+            if self._connection.inbox in ready:
+                yield self._decode(self._connection.inbox.recv())
 
     def _wait_ready(self) -> None:
         with tqdm(total=100, desc="Loading weights", unit="%", bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}") as bar:
@@ -274,17 +314,23 @@ class LLM:
                         return
 
 
+def _separate_prompts(prompts: Any) -> Sequence[str | Sequence[int]]:
+    """The prompts one by one. Raises TypeError for anything but text, token ids, or a list of either."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Sequence) and not isinstance(prompts, bytes):
+        if prompts and all(isinstance(token, int) for token in prompts):
+            return [prompts]
+        if all(isinstance(p, str) or (isinstance(p, Sequence) and not isinstance(p, bytes) and all(isinstance(t, int) for t in p)) for p in prompts):
+            return prompts
+    raise TypeError("prompts must be a text, a list of token ids, or a list of texts or of token id lists")
+
+
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise TypeError("sampling_params must be a SamplingParams, or a list with one for each prompt")
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts")
     return list(params)
-
-
-def _close(engine: EngineProcess, context: zmq.Context, runtime: RuntimeDir) -> None:
-    engine.terminate()
-    engine.wait(STOP_MARGIN_S)
-    engine.close()
-    context.destroy(linger=0)
-    runtime.remove()
