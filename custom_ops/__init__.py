@@ -1,7 +1,8 @@
 """Custom operators: one Python face for all devices.
 
 Each function runs compiled code where there is some, else its twin in ``reference.py`` (plain numpy,
-slow; one warning at import). ``compiled_ops()`` says which. Common to all:
+slow; one warning at import). ``compiled_ops()`` says which. The first tensor's place decides: on a GPU
+``cuda/ops.py`` runs, which says what differs there. Common to all on the CPU:
 
 - Shapes: T tokens of a step (of all sequences, one after the other), S sequences, R sampled rows,
   V vocabulary, H hidden, I intermediate, Hq/Hkv query/KV heads, D head size, Dv value head size.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import warnings
 from types import ModuleType
 
+import paddle as _paddle
 from paddle import Tensor
 
 from fastengine.custom_ops import library as _library
@@ -47,11 +49,34 @@ def _choose_backend() -> tuple[ModuleType, _library.Library | None]:
     return compiled, loaded
 
 
+def _choose_gpu_backend() -> ModuleType | None:
+    """What tensors on a GPU run; None where this Paddle has none of them."""
+    if not _paddle.is_compiled_with_cuda():
+        return None
+    from fastengine.custom_ops.cuda import library as cuda_library
+
+    try:
+        cuda_library.load()
+    except _library.LibraryUnavailable as error:
+        warnings.warn(f"fastengine runs on its slow reference operators on the GPU: {error}", RuntimeWarning, stacklevel=3)
+        return _reference
+    from fastengine.custom_ops.cuda import ops
+
+    return ops
+
+
 _backend, _loaded = _choose_backend()
+_gpu_backend = _choose_gpu_backend()
+
+
+def _backend_of(tensor: Tensor) -> ModuleType:
+    return _backend if _gpu_backend is None or not tensor.place.is_gpu_place() else _gpu_backend
 
 
 def compiled_ops() -> dict[str, str]:
-    """What each operator runs: its name -> ``avx512``, ``avx2`` or ``reference``."""
+    """What each operator runs on Paddle's current device: its name -> ``cuda``, ``avx512``, ``avx2`` or ``reference``."""
+    if _gpu_backend is not None and _paddle.get_device().startswith("gpu"):
+        return dict.fromkeys(OPERATORS, "reference" if _gpu_backend is _reference else "cuda")
     return dict.fromkeys(OPERATORS, _loaded.isa if _loaded is not None else "reference")
 
 
@@ -72,7 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
     x float32 [..., H]; weight float32 [H]. Returns float32 of x's shape.
     """
-    return _backend.rms_norm(x, weight, epsilon)
+    return _backend_of(x).rms_norm(x, weight, epsilon)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -80,12 +105,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
 
     x, residual float32 [..., H] (residual contiguous); weight float32 [H].
     """
-    return _backend.add_rms_norm(x, residual, weight, epsilon)
+    return _backend_of(x).add_rms_norm(x, residual, weight, epsilon)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(first half) * second half: float32 [T, 2I] -> [T, I] (SwiGLU; Shazeer, 2020)."""
-    return _backend.silu_mul(gate_up)
+    return _backend_of(gate_up).silu_mul(gate_up)
 
 
 def rotary_write_kv(
@@ -108,7 +133,7 @@ def rotary_write_kv(
     key_cache [num_blocks, Hkv, block_size, D], value_cache [.., Dv]: float32 or bfloat16.
     ``interleaved`` turns the pairs (2i, 2i+1), else (i, i + rotary_dim / 2).
     """
-    _backend.rotary_write_kv(query, key, value, positions, cos_sin, slot_mapping, key_cache, value_cache, interleaved)
+    _backend_of(query).rotary_write_kv(query, key, value, positions, cos_sin, slot_mapping, key_cache, value_cache, interleaved)
 
 
 def rotary_write_kv_packed(
@@ -130,7 +155,7 @@ def rotary_write_kv_packed(
     qkv float32 [T, Hq * D + Hkv * D + Hkv * Dv], unchanged; D and Dv are the caches'. With q_norm / k_norm
     (float32 [D]) each head of query / key goes through RMSNorm first. The rest as in rotary_write_kv.
     """
-    return _backend.rotary_write_kv_packed(
+    return _backend_of(qkv).rotary_write_kv_packed(
         qkv, num_heads, num_kv_heads, positions, cos_sin, slot_mapping, key_cache, value_cache, interleaved, q_norm, k_norm, epsilon
     )
 
@@ -155,12 +180,12 @@ def paged_attention(
     the last w only. Scores are query . key * scale. Prefill chunks and decodes mix freely; a sequence may be
     empty. Decode: flash-decoding in pieces of fixed length; prefill: FlashAttention-2.
     """
-    return _backend.paged_attention(query, key_cache, value_cache, block_tables, query_starts, context_lens, scale, sliding_window)
+    return _backend_of(query).paged_attention(query, key_cache, value_cache, block_tables, query_starts, context_lens, scale, sliding_window)
 
 
 def argmax(logits: Tensor) -> Tensor:
     """The id of each row's largest logit: float32 [R, V] -> int32 [R]. Ties: the lowest id. NaN counts as -inf."""
-    return _backend.argmax(logits)
+    return _backend_of(logits).argmax(logits)
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -174,7 +199,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     random number is Philox4x32-10 of the two (``reference.uniform``), and the token is where the running
     sum of the kept probabilities, in order of id, passes it. A row without a finite maximum gives argmax.
     """
-    return _backend.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    return _backend_of(logits).sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
 
 
 def apply_penalties(
@@ -202,7 +227,9 @@ def apply_penalties(
     A bias of -inf bans a token. bias_ids int32 [B], bias_values float32 [B], bias_starts int32 [R + 1].
     Ids outside [0, V), such as placeholders of images, are passed over.
     """
-    _backend.apply_penalties(logits, repetition, presence, frequency, token_ids, row_starts, output_starts, bias_ids, bias_values, bias_starts)
+    _backend_of(logits).apply_penalties(
+        logits, repetition, presence, frequency, token_ids, row_starts, output_starts, bias_ids, bias_values, bias_starts
+    )
 
 
 def log_softmax_gather(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -212,4 +239,4 @@ def log_softmax_gather(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tenso
     how many logits are larger; top_ids int32 [R, k], most likely first, of equals the lowest id; top_logprobs
     float32 [R, k]). A token at -inf has the log-probability -inf.
     """
-    return _backend.log_softmax_gather(logits, token_ids, k)
+    return _backend_of(logits).log_softmax_gather(logits, token_ids, k)

@@ -21,7 +21,7 @@ _FIELD = re.compile(r"^  ([\w ]+?(?:\*(?: const)?)*\**) (\w+);")
 
 
 class DType:
-    """Element types as the kernels number them (device/numeric.h)."""
+    """Element types as the kernels number them (kernels/args.h)."""
 
     float32, bfloat16, float16, int8, fp8 = range(5)
 

@@ -1,10 +1,11 @@
 """Build the CUDA operators: ``python custom_ops/cuda/build.py --help``.
 
-Three products from the same kernels:
+Products from the same kernels:
 
 - :func:`build_c_library`: the C interface (``kernels/launchers.h``), for ``scripts/gpu_check.py``;
 - :func:`build_paddle_library`: the kernels with Paddle's binding, what the worker loads;
 - :func:`build_shim_library`: the kernels on the host shim, for tests without a GPU.
+  :func:`build_shim_paddle_library`: these with Paddle's binding, for a Paddle without CUDA.
 
 Object files are cached by the content they are made from, in ``$XDG_CACHE_HOME/fastengine/cuda``.
 Uses the standard library alone.
@@ -49,7 +50,8 @@ NVCC_PACKAGES = (
 
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", "-Xptxas", "-v"]
 SHIM_FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter"]
-BINDING_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-w", "-DPADDLE_WITH_CUDA", "-DPADDLE_NO_PYTHON"]
+# Paddle's headers are not free of warnings, and its Python half is not needed here.
+BINDING_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-w", "-DPADDLE_NO_PYTHON", "-fvisibility=hidden"]
 
 
 class BuildError(RuntimeError):
@@ -137,7 +139,11 @@ def compile_object(compiler: Sequence[str], flags: Sequence[str], source: Path) 
     digest = hashlib.sha256()
     for part in (tool_version(" ".join(compiler)), *compiler, *flags):
         digest.update(part.encode() + b"\0")
+    # nvcc does not see the shim's files, though the text includes them.
+    on_gpu = source.suffix == ".cu" and "-x" not in flags
     for path in included_files(source):
+        if on_gpu and SHIM in path.parents:
+            continue
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     output = cache_folder() / f"{source.stem}-{digest.hexdigest()[:24]}.o"
     log = output.with_suffix(".log")
@@ -190,15 +196,66 @@ def build_c_library(architectures: Sequence[str]) -> Path:
     return link([nvcc], objects, ["-cudart", "static", f"-L{toolkit_folder(nvcc) / 'lib'}"], cache_folder() / f"libfe_cuda-{digest_of(objects)}.so")
 
 
-def build_shim_library(extra_sources: Sequence[Path] = ()) -> Path:
-    """The kernels (and ``extra_sources``) compiled for the host shim."""
+def paddle_folder() -> Path:
+    """Where Paddle is installed; found without importing it. Raises BuildError."""
+    spec = importlib.util.find_spec("paddle")
+    if spec is None or spec.origin is None:
+        raise BuildError("Paddle is not installed in this environment")
+    return Path(spec.origin).parent
+
+
+def paddle_has_cuda() -> bool:
+    """Whether the installed Paddle could load the CUDA operators."""
+    text = (paddle_folder() / "version" / "__init__.py").read_text()
+    return re.search(r"^cuda_version\s*=\s*'(?!False)", text, re.MULTILINE) is not None
+
+
+def compile_binding(extra_flags: Sequence[str]) -> list[Path]:
+    include = paddle_folder() / "include"
+    flags = [*BINDING_FLAGS, *extra_flags, f"-I{include}", f"-I{include / 'third_party'}"]
     compiler = (os.environ.get("CXX") or "g++").split()
-    shim_sources = sorted(SHIM.glob("*.cpp"))
+    return [path for path, _ in compile_all([(compiler, flags, source) for source in sorted(BINDING.glob("*.cc"))])]
+
+
+def link_with_paddle(linker: Sequence[str], objects: Sequence[Path], flags: Sequence[str], output: Path) -> Path:
+    # No run path: the process has loaded Paddle's libraries before this one, from wherever they are.
+    folders = [f"-L{paddle_folder() / name}" for name in ("base", "libs")]
+    libraries = ["-l:libpaddle.so", "-l:libphi.so", "-l:libphi_core.so", "-l:libcommon.so"]
+    return link(linker, objects, [*folders, *libraries, *flags], output)
+
+
+def build_paddle_library(architectures: Sequence[str], output_folder: Path) -> Path:
+    """The kernels with Paddle's binding in one library. Compiles against any Paddle's headers, the CPU's too,
+    but only a Paddle with CUDA can load it. Raises NoNvcc, BuildError."""
+    nvcc = find_nvcc()
+    toolkit = toolkit_folder(nvcc)
+    kernels = [path for path, _ in compile_kernels(architectures)]
+    binding = compile_binding(["-DPADDLE_WITH_CUDA", f"-I{toolkit / 'include'}", f"-I{toolkit / 'include' / 'cccl'}"])
+    flags = ["-cudart", "static", f"-L{toolkit / 'lib'}", "-Xlinker", "--no-as-needed,--allow-shlib-undefined"]
+    return link_with_paddle([nvcc], [*binding, *kernels], flags, output_folder / PADDLE_LIBRARY_NAME)
+
+
+def build_shim_paddle_library() -> Path:
+    """The binding over the kernels on the host shim: a Paddle without CUDA loads it, and its tensors lie in host memory."""
+    shim, compiler = shim_objects(), (os.environ.get("CXX") or "g++").split()
+    binding = compile_binding([])
+    output = cache_folder() / f"libfe_shim_paddle-{digest_of([*binding, *shim])}.so"
+    flags = ["-Wl,--no-as-needed,--allow-shlib-undefined"]
+    return output if output.is_file() else link_with_paddle(compiler, [*binding, *shim], flags, output)
+
+
+def shim_objects(extra_sources: Sequence[Path] = ()) -> list[Path]:
+    compiler = (os.environ.get("CXX") or "g++").split()
     jobs: list[tuple[Sequence[str], Sequence[str], Path]] = [
         (compiler, [*SHIM_FLAGS, "-x", "c++"], source) for source in (*kernel_sources(), *extra_sources)
     ]
-    jobs += [(compiler, SHIM_FLAGS, source) for source in shim_sources]
-    objects = [path for path, _ in compile_all(jobs)]
+    jobs += [(compiler, SHIM_FLAGS, source) for source in sorted(SHIM.glob("*.cpp"))]
+    return [path for path, _ in compile_all(jobs)]
+
+
+def build_shim_library(extra_sources: Sequence[Path] = ()) -> Path:
+    """The kernels (and ``extra_sources``) compiled for the host shim."""
+    objects, compiler = shim_objects(extra_sources), (os.environ.get("CXX") or "g++").split()
     output = cache_folder() / f"libfe_shim-{digest_of(objects)}.so"
     return output if output.is_file() else link(compiler, objects, ["-Wl,--no-undefined"], output)
 
@@ -278,6 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build fastengine's CUDA operators.")
     parser.add_argument("--architectures", default="", help="compute capabilities, e.g. 80,90 (default: all that nvcc knows of 80, 89, 90, 100)")
     parser.add_argument("--c-library", action="store_true", help="build the C interface alone (no Paddle needed) and print its path")
+    parser.add_argument("--paddle-library", type=Path, metavar="FOLDER", help=f"build {PADDLE_LIBRARY_NAME} into this folder")
     parser.add_argument("--write-budget", action="store_true", help=f"write the registers that the kernels use to {BUDGET.name}")
     args = parser.parse_args()
     try:
@@ -286,6 +344,8 @@ def main() -> int:
             write_budget([r for _, log in compile_kernels(architectures) for r in read_resources(log)])
         if args.c_library:
             print(build_c_library(architectures))
+        if args.paddle_library:
+            print(build_paddle_library(architectures, args.paddle_library))
     except BuildError as error:
         print(f"fastengine: {error}", file=sys.stderr)
         return 1

@@ -100,8 +100,12 @@ inline uint32_t vote(const char* name, uint32_t mask, bool value, Site site) {
 
 #define FE_SHIM_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-inline void __syncthreads(FE_SHIM_SITE) { fastengine::shim::block_barrier({file, line}); }
-inline void __syncwarp(uint32_t mask = 0xffffffffu, FE_SHIM_SITE) { fastengine::shim::vote("__syncwarp", mask, false, {file, line}); }
+inline void __syncthreads(FE_SHIM_SITE) {
+  if (!fastengine::shim::is_skipped({file, line})) fastengine::shim::block_barrier({file, line});
+}
+inline void __syncwarp(uint32_t mask = 0xffffffffu, FE_SHIM_SITE) {
+  if (!fastengine::shim::is_skipped({file, line})) fastengine::shim::vote("__syncwarp", mask, false, {file, line});
+}
 inline uint32_t __ballot_sync(uint32_t mask, bool value, FE_SHIM_SITE) { return fastengine::shim::vote("__ballot_sync", mask, value, {file, line}); }
 inline bool __any_sync(uint32_t mask, bool value, FE_SHIM_SITE) { return fastengine::shim::vote("__any_sync", mask, value, {file, line}) != 0; }
 inline bool __all_sync(uint32_t mask, bool value, FE_SHIM_SITE) { return fastengine::shim::vote("__all_sync", mask, !value, {file, line}) == 0; }

@@ -18,6 +18,7 @@ namespace shim {
 
 Thread* current = nullptr;
 Index3 block_index, block_dim, grid_dim;
+int multiprocessor_shared_bytes = 228 * 1024;
 
 namespace {
 
@@ -310,6 +311,21 @@ void do_copy(const PendingCopy& copy) {
 
 }  // namespace
 
+struct Skip {
+  std::string file;
+  int line = 0;
+  uint64_t count = 0;
+};
+Skip skip;
+
+bool is_skipped(Site site) {
+  if (site.line != skip.line) return false;
+  const char* const slash = std::strrchr(site.file, '/');
+  if (skip.file != (slash != nullptr ? slash + 1 : site.file)) return false;
+  ++skip.count;
+  return true;
+}
+
 void block_barrier(Site site) { running_block->arrive_at_barrier(site); }
 void warp_operation(Collective* mine) { running_block->arrive_at_operation(mine); }
 
@@ -369,5 +385,11 @@ int run_grid(Index3 grid, Index3 block, size_t shared_bytes, const std::function
 
 extern "C" {
 void fe_shim_set_schedule(uint64_t seed) { fastengine::shim::schedule_seed = seed; }
+void fe_shim_set_multiprocessor_shared(int bytes) { fastengine::shim::multiprocessor_shared_bytes = bytes; }
+void fe_shim_skip_barrier(const char* file, int line) {
+  fastengine::shim::skip = {};
+  if (file != nullptr) fastengine::shim::skip.file = file, fastengine::shim::skip.line = line;
+}
+uint64_t fe_shim_skipped() { return fastengine::shim::skip.count; }
 const char* fe_shim_error() { return fastengine::shim::last_error.c_str(); }
 }

@@ -58,8 +58,12 @@ struct Thread {
 // The running thread and its block; valid inside a kernel only.
 extern Thread* current;
 extern Index3 block_index, block_dim, grid_dim;
+// What the emulated device has for all blocks of a multiprocessor.
+extern int multiprocessor_shared_bytes;
 
 void block_barrier(Site site);
+// Whether the barrier at this place is left out (fe_shim_skip_barrier).
+bool is_skipped(Site site);
 void warp_operation(Collective* mine);
 void commit_copies();
 void wait_copies(size_t groups_left_open);
@@ -81,6 +85,13 @@ int run_grid(Index3 grid, Index3 block, size_t shared_bytes, const std::function
 extern "C" {
 // 0 runs threads in order, 1 in reverse, any other value seeds a random order.
 void fe_shim_set_schedule(uint64_t seed);
+// Kernels choose their tiles by it: 228 KiB (sm_90) unless set.
+void fe_shim_set_multiprocessor_shared(int bytes);
+// Leaves out the __syncthreads or __syncwarp of this file (its name without folders) and line, as if it were
+// deleted: tests of a kernel have to notice. A null file leaves out none.
+void fe_shim_skip_barrier(const char* file, int line);
+// How often threads have passed the barrier left out.
+uint64_t fe_shim_skipped();
 // Why the last launch failed; empty if it did not.
 const char* fe_shim_error();
 }

@@ -1,13 +1,18 @@
 // What the launchers take: raw pointers and sizes, nothing of a framework. Sizes and strides count elements.
 //
 // One field per line, `type name;`: abi.py reads the structures from this file.
-// A dtype is a value of DType in device/numeric.h. All pointers are device memory, 16-byte aligned.
+// A dtype is a value of DType. All pointers are device memory, 16-byte aligned.
 #pragma once
 
 #include <cstdint>
 
 namespace fastengine {
 namespace cuda {
+
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kFp8E4M3 = 4 };
+
+// What launchers return: 0, a cudaError_t (positive), or this.
+constexpr int kUnsupported = -1;
 
 // out[r] = x[r] / rms(x[r]) * weight. With `residual`, residual[r] += x[r] first, and that sum is normalised.
 struct RmsNormArgs {
@@ -121,6 +126,14 @@ struct AttentionArgs {
   int32_t cache_dtype;          // dtype, int8 or fp8
   float scale;
 };
+
+// Attention over the latent cache of multi-head latent attention (DeepSeek-V2, 2024), for sequences of one query
+// row; the rows of others are left alone. Takes AttentionArgs with these meanings:
+//
+//   query         [num_tokens, num_heads, head_size]: 512 values in the latent space, then the rotary part
+//   key_cache     [num_blocks, block_size, head_size]: the same of every token; value_cache is null
+//   out           [num_tokens, num_heads, value_size]: in the latent space
+//   head_size 576, value_size 512, num_kv_heads 1, cache_dtype equal to dtype, no scales, no sinks
 
 // How much memory a plan and the partial results of a batch need, at most.
 struct AttentionWorkspaceArgs {
@@ -247,6 +260,24 @@ struct MoeCombineArgs {
   int64_t row_size;            // a multiple of 8
   int64_t top_k;
   int32_t dtype;               // bfloat16 or float16
+};
+
+// out[t, n] = sum over k of x[t, k] * (q[n, k] - zero[n, k / group]) * scale[n, k / group] (+ bias[n])
+//
+// The q are unsigned, 4 or 8 bits, laid out as pack_weight of linear.py says.
+struct QuantizedGemmArgs {
+  const void* x;         // [num_rows, in_size]
+  const void* weight;    // in_size * out_size * bits / 8 bytes
+  const float* scales;   // [in_size / group_size, out_size]
+  const uint8_t* zeros;  // likewise; or null: 8 for 4 bits, 128 for 8
+  const void* bias;      // [out_size], or null
+  void* out;             // [num_rows, out_size]
+  int64_t num_rows;
+  int64_t in_size;       // a multiple of group_size and of 64
+  int64_t out_size;      // a multiple of 32
+  int64_t group_size;    // a multiple of 32
+  int32_t bits;          // 4 or 8
+  int32_t dtype;         // of x, bias and out: bfloat16 or float16
 };
 
 // One matrix product and one load of matrices by a single warp, to check what each lane holds.

@@ -68,6 +68,8 @@ FE_HOST_DEVICE int log2_of(int64_t power) {
   return shift;
 }
 
+// Adds up the pieces of every sequence that has several.
+int launch_merge(const AttentionArgs& args, cudaStream_t stream);
 int launch_decode(const AttentionArgs& args, cudaStream_t stream);
 int launch_prefill(const AttentionArgs& args, cudaStream_t stream);
 

@@ -313,8 +313,7 @@ struct DecodeBlock {
 #pragma unroll
       for (int j = 0; j < 8; ++j) out[h][j] = 0.0f;
     }
-    // The piece before may still be reading what is written here.
-    __syncthreads();
+    // Whoever is still in write() of the piece before reads nothing that is written before the next barrier.
     load_query(piece);
     fetch_id(piece, piece.begin);
     keep_id(0);
@@ -385,24 +384,26 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const AttentionArgs a) 
   const float top = fmaxf(warp_reduce(maximum, Maximum()), sink);
   const float factor = lane_id() < count ? fast_exp2(maximum - top) : 0.0f;
   const float sum = warp_reduce(factor * statistics[2 * mine + 1], Sum()) + (a.sinks != nullptr ? fast_exp2(sink - top) : 0.0f);
-  float total[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-  const int at = lane_id() * 8;
-  for (int p = 0; p < count; ++p) {
-    const float weight = __shfl_sync(kAllLanes, factor, p);
+  for (int first_column = 0; first_column < a.value_size; first_column += kWarp * 8) {
+    const int at = first_column + lane_id() * 8;
+    float total[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    for (int p = 0; p < count; ++p) {
+      const float weight = __shfl_sync(kAllLanes, factor, p);
+      if (at >= a.value_size) continue;
+      float part[8];
+      load8(a.partials + ((first + p) * a.num_heads + head) * a.value_size + at, part);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) total[j] += weight * part[j];
+    }
     if (at >= a.value_size) continue;
-    float part[8];
-    load8(a.partials + ((first + p) * a.num_heads + head) * a.value_size + at, part);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) total[j] += weight * part[j];
-  }
-  if (at >= a.value_size) return;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) total[j] /= sum;
-  const int64_t to = (a.query_starts[seq] * a.num_heads + head) * a.value_size + at;
-  if (a.dtype == kBFloat16) {
-    store8(static_cast<BFloat16*>(a.out) + to, total);
-  } else {
-    store8(static_cast<Float16*>(a.out) + to, total);
+    for (int j = 0; j < 8; ++j) total[j] /= sum;
+    const int64_t to = (a.query_starts[seq] * a.num_heads + head) * a.value_size + at;
+    if (a.dtype == kBFloat16) {
+      store8(static_cast<BFloat16*>(a.out) + to, total);
+    } else {
+      store8(static_cast<Float16*>(a.out) + to, total);
+    }
   }
 }
 
@@ -415,20 +416,24 @@ int launch_heads(const AttentionArgs& a, cudaStream_t stream) {
   const int64_t most = max_pieces(a.num_seqs, a.max_blocks * a.block_size) * a.num_kv_heads * ceil_div(a.num_heads / a.num_kv_heads, kHeads);
   const dim3 grid(static_cast<unsigned>(smaller(most, num_multiprocessors() * per_multiprocessor)));
   const int status = launch(decode_kernel<Cache, kHeads>, grid, dim3(kThreads), static_cast<size_t>(layout.total), stream, a, layout);
-  if (status != 0 || a.max_blocks * a.block_size <= kMinPieceTokens) return status;
-  return launch(merge_kernel, dim3(static_cast<unsigned>(ceil_div(a.num_seqs * a.num_heads, kWarps))), dim3(kThreads), 0, stream, a);
+  return status != 0 ? status : launch_merge(a, stream);
 }
 
 template <typename Cache>
 int launch_cache(const AttentionArgs& a, cudaStream_t stream) {
   const int64_t group = a.num_heads / a.num_kv_heads;
-  if (group == 1) return launch_heads<Cache, 1>(a, stream);
-  if (group == 2) return launch_heads<Cache, 2>(a, stream);
+  // One head does without a variant of its own: memory is the limit there by far.
+  if (group <= 2) return launch_heads<Cache, 2>(a, stream);
   if (group <= 4) return launch_heads<Cache, 4>(a, stream);
   return launch_heads<Cache, 8>(a, stream);
 }
 
 }  // namespace
+
+int launch_merge(const AttentionArgs& a, cudaStream_t stream) {
+  if (a.max_blocks * a.block_size <= kMinPieceTokens) return 0;
+  return launch(merge_kernel, dim3(static_cast<unsigned>(ceil_div(a.num_seqs * a.num_heads, kWarps))), dim3(kThreads), 0, stream, a);
+}
 
 int launch_decode(const AttentionArgs& a, cudaStream_t stream) {
   switch (a.cache_dtype) {

@@ -258,8 +258,7 @@ struct PrefillBlock {
   FE_DEVICE void write() {
     const int lane = lane_id(), first_row = warp_id() * C::kRowTiles * 16;
     uint16_t* const held = elements(C::kQueries) + first_row * C::kWidest;
-    // The queries' rows may be narrower than the output's: all warps have to be done with them.
-    __syncthreads();
+    // Nobody reads queries any more: a barrier came after the last product with them.
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll

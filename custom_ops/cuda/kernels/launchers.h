@@ -23,6 +23,8 @@
   X(moe_permute, MoePermuteArgs)                      \
   X(moe_gather, MoeGatherArgs)                        \
   X(moe_combine, MoeCombineArgs)                      \
+  X(mla_decode, AttentionArgs)                        \
+  X(quantized_gemm, QuantizedGemmArgs)                \
   X(fragment_probe, FragmentProbeArgs)
 
 #define FE_EXPORT extern "C" __attribute__((visibility("default")))

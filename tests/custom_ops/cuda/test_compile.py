@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,21 @@ def test_every_kernel_is_within_its_budget(compiled: list[build.Resources]) -> N
 def test_every_kernel_is_compiled_for_every_architecture(compiled: list[build.Resources]) -> None:
     found = {(r.kernel, r.architecture) for r in compiled}
     assert found == {(kernel, a) for kernel, _ in found for a in build.ARCHITECTURES}
+
+
+@pytest.mark.timeout(600)
+def test_the_paddle_library_links(compiled: list[build.Resources], tmp_path: Path) -> None:
+    """What is left open is Paddle's and the system's; every operator that ops.py calls is registered."""
+    library = build.build_paddle_library(tuple(build.ARCHITECTURES), tmp_path)
+    open_symbols = build.run(["nm", "-C", "--undefined-only", "-D", str(library)])
+    assert "paddle::Tensor::stream() const" in open_symbols
+    assert "fastengine" not in open_symbols
+    assert not re.search(r" U (cuda|fe_)", open_symbols)
+    called = set(re.findall(r'_run\("(\w+)"', (build.HERE / "ops.py").read_text()))
+    registered = {name for source in build.BINDING.glob("*.cc") for name in re.findall(r"PD_BUILD_OP\((\w+)\)", source.read_text())}
+    assert called == registered
+    content = library.read_bytes()
+    assert [name for name in registered if name.encode() not in content] == []
 
 
 def test_the_budget_notices_what_breaks_it() -> None:

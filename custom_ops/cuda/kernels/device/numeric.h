@@ -1,13 +1,11 @@
 // Element types and their conversions, eight elements at a time where memory is touched.
 #pragma once
 
+#include "../args.h"
 #include "platform.h"
 
 namespace fastengine {
 namespace cuda {
-
-// The values are part of the C interface.
-enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kFp8E4M3 = 4 };
 
 struct BFloat16 {
   uint16_t bits;
@@ -49,6 +47,20 @@ template <>
 FE_DEVICE uint32_t pack2<Float16>(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// The difference of two pairs, each rounded to nearest.
+template <typename T>
+FE_DEVICE uint32_t subtract2(uint32_t pair, uint32_t other);
+template <>
+FE_DEVICE uint32_t subtract2<BFloat16>(uint32_t pair, uint32_t other) {
+  const __nv_bfloat162 result = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&pair), *reinterpret_cast<const __nv_bfloat162*>(&other));
+  return *reinterpret_cast<const uint32_t*>(&result);
+}
+template <>
+FE_DEVICE uint32_t subtract2<Float16>(uint32_t pair, uint32_t other) {
+  const __half2 result = __hsub2(*reinterpret_cast<const __half2*>(&pair), *reinterpret_cast<const __half2*>(&other));
+  return *reinterpret_cast<const uint32_t*>(&result);
 }
 
 // Two fp8 values as two halves, exactly.
@@ -119,6 +131,11 @@ inline uint32_t pack2<BFloat16>(float low, float high) {
 template <>
 inline uint32_t pack2<Float16>(float low, float high) {
   return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
+}
+template <typename T>
+uint32_t subtract2(uint32_t pair, uint32_t other) {
+  const float2 a = unpack2<T>(pair), b = unpack2<T>(other);
+  return pack2<T>(a.x - b.x, a.y - b.y);
 }
 inline uint32_t fp8x2_to_halves(uint16_t pair) {
   return float_to_half(fp8_to_float(static_cast<uint8_t>(pair))) | static_cast<uint32_t>(float_to_half(fp8_to_float(static_cast<uint8_t>(pair >> 8)))) << 16;

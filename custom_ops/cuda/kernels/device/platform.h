@@ -27,9 +27,6 @@ namespace cuda {
 constexpr int kWarp = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// What launchers return: 0, a cudaError_t (positive), or one of these.
-constexpr int kUnsupported = -1;
-
 #if FE_ON_GPU
 
 template <typename... Params, typename... Args>
@@ -99,7 +96,7 @@ int launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes
 
 // Few, so that blocks take several pieces of work each.
 inline int num_multiprocessors() { return 2; }
-inline int multiprocessor_shared_bytes() { return 228 * 1024; }
+inline int multiprocessor_shared_bytes() { return shim::multiprocessor_shared_bytes; }
 
 template <typename T = unsigned char>
 T* dynamic_shared() {

@@ -1,0 +1,348 @@
+#!/usr/bin/env python3
+"""Prove the CUDA operators on a GPU: numbers against float64, speed against what the card can do.
+
+    python scripts/gpu_check.py [--output report.md]
+
+Needs Python, numpy, nvcc and PyTorch with CUDA, no Paddle; from a checkout, nothing installed. In order: builds the C
+library for this card, checks the tensor-core fragments, checks every kernel on fresh random inputs with poisoned
+outputs, measures the card's ceilings, times the kernels. Every part has a share of the time budget (8 minutes by
+default); what did not fit is named.
+
+Exit status: 0 all right, 1 a wrong result or a failed build, 2 no GPU (or no PyTorch, no nvcc), 3 a missed target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "fastengine_cuda"
+RIGHT, WRONG, NO_GPU, MISSED_TARGET = range(4)
+# Shares of the time budget.
+BUILD_SHARE, CHECK_SHARE, CEILING_SHARE = 0.5, 0.75, 0.8
+
+
+class NotHere(Exception):
+    """Something that this needs is missing; the text says what."""
+
+
+def load_package() -> None:
+    """custom_ops/cuda as a package of its own: importing fastengine.custom_ops would want Paddle."""
+    if PACKAGE in sys.modules:
+        return
+    folder = ROOT / "custom_ops" / "cuda"
+    spec = importlib.util.spec_from_file_location(PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[PACKAGE] = module
+    spec.loader.exec_module(module)
+
+
+def part(name: str) -> Any:
+    """A module of custom_ops/cuda."""
+    load_package()
+    return importlib.import_module(f"{PACKAGE}.{name}")
+
+
+@dataclass
+class Clock:
+    """The time budget and what did not fit into it."""
+
+    budget_s: float
+    now: Callable[[], float] = time.monotonic
+    skipped: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._start = self.now()
+
+    def elapsed_s(self) -> float:
+        return self.now() - self._start
+
+    def allows(self, name: str, share: float) -> bool:
+        """Whether the share of the budget up to here has time left; else notes ``name`` as skipped."""
+        if self.elapsed_s() < self.budget_s * share:
+            return True
+        self.skipped.append(name)
+        return False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    seconds: float
+    num_bytes: int
+    operations: int
+    ceiling: str
+    share: float  # of the ceiling; 0 if that was not measured
+    target: float
+    beside: str = ""
+
+    @property
+    def misses(self) -> bool:
+        return 0 < self.share < self.target
+
+    def text(self) -> str:
+        achieved = (
+            f"{self.operations / self.seconds / 1e12:.0f} TFLOP/s" if self.ceiling == "matrix" else f"{self.num_bytes / self.seconds / 1e9:.0f} GB/s"
+        )
+        share = f"{self.share:.0%} of {self.ceiling}" if self.share else "-"
+        target = "-" if not self.target else f"{self.target:.0%}" + (" MISSED" if self.misses else "")
+        return f"| {self.name} | {self.seconds * 1e6:.1f} | {achieved} | {share} | {target} | {self.beside or '-'} |"
+
+
+HEADER = "| kernel | us | achieved | share of ceiling | target | beside |\n|---|---|---|---|---|---|"
+
+
+@dataclass
+class Device:
+    """Where the checks run: the shim on the host, or a GPU."""
+
+    name: str
+    bench: Any
+    entries: dict[str, Sequence[Any]]  # "check" and "speed" -> catalogue entries
+    repeats: int
+    measure_ceilings: Callable[[], dict[str, float]]  # ceiling -> per second
+    baselines: Callable[[str], str]
+
+
+def run_entry(device: Device, entry: Any) -> str | None:
+    """Builds, launches and checks one workload; what is wrong with it, or None."""
+    try:
+        workload = entry.build(device.bench)
+        workload.launch()
+        device.bench.memory.synchronize()
+        workload.check()
+    except (part("checks.workload").WrongResult, part("abi").OperatorError, RuntimeError) as error:
+        return f"{entry.name}: {error}"
+    return None
+
+
+def run_checks(device: Device, clock: Clock, report: Callable[[str], None]) -> bool:
+    """True if every result that there was time for is right. Wrong fragments end it: nothing on tensor cores can be right then."""
+    for entries, is_last_word in ((part("checks.catalogue").PROBES, True), (device.entries["check"], False)):
+        wrong = []
+        for entry in entries:
+            if not clock.allows(f"check of {entry.name}", CHECK_SHARE):
+                continue
+            problem = run_entry(device, entry)
+            report(f"- {'WRONG: ' + problem if problem else 'right: ' + entry.name}")
+            wrong += [problem] if problem else []
+        if wrong and is_last_word:
+            report("The tensor-core fragments are not where the kernels expect them: no further checks.")
+        if wrong:
+            return False
+    return True
+
+
+def run_timings(device: Device, clock: Clock, report: Callable[[str], None]) -> list[Row]:
+    ceilings = device.measure_ceilings() if clock.allows("ceilings", CEILING_SHARE) else {}
+    for name, rate in ceilings.items():
+        report(f"- ceiling, {name}: {rate / 1e12:.1f} TFLOP/s" if name == "matrix" else f"- ceiling, {name}: {rate / 1e9:.0f} GB/s")
+    report("\n" + HEADER)
+    rows = []
+    for entry in device.entries["speed"]:
+        if not clock.allows(f"timing of {entry.name}", 1.0):
+            continue
+        workload = entry.build(device.bench)
+        seconds = device.bench.memory.seconds(workload.launch, device.repeats)
+        needed = workload.operations if workload.ceiling == "matrix" else workload.num_bytes
+        share = needed / seconds / ceilings[workload.ceiling] if workload.ceiling in ceilings else 0.0
+        row = Row(
+            entry.name, seconds, workload.num_bytes, workload.operations, workload.ceiling, share, workload.target, device.baselines(entry.name)
+        )
+        rows.append(row)
+        report(row.text())
+    return rows
+
+
+# ---- devices ---------------------------------------------------------------------------------------
+
+
+def shim_device(seed: int) -> Device:
+    """The kernels on the host shim at tiny sizes: tests this script, not the card."""
+    abi, build, memory, workload = part("abi"), part("build"), part("checks.memory"), part("checks.workload")
+    rng = np.random.default_rng(seed)
+    bench = workload.Bench(abi.Operators(build.build_shim_library()), memory.HostMemory(rng), rng)
+    tiny = part("checks.catalogue").TINY
+    return Device("host shim", bench, {"check": tiny, "speed": tiny}, 1, lambda: {"copy": 1.0, "matrix": 1.0}, lambda name: "")
+
+
+def import_torch() -> Any:
+    """PyTorch with a usable GPU. Raises NotHere."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise NotHere(f"PyTorch does not import ({error}): pip install torch") from error
+    if not torch.cuda.is_available():
+        raise NotHere("no GPU: PyTorch sees no CUDA device")
+    return torch
+
+
+def gpu_device(seed: int, report: Callable[[str], None]) -> Device:
+    """Builds the library for the first GPU. Raises NotHere, BuildError."""
+    torch = import_torch()
+    abi, build, memory, workload = part("abi"), part("build"), part("checks.memory"), part("checks.workload")
+    architecture = "".join(map(str, torch.cuda.get_device_capability()))
+    report(f"{torch.cuda.get_device_name()} (sm_{architecture}), PyTorch {torch.__version__}")
+    try:
+        known = build.known_architectures(build.find_nvcc())
+    except build.NoNvcc as error:
+        raise NotHere(str(error)) from error
+    # Code for a lower minor version of the same generation runs too.
+    fitting = [a for a in known if a[:-1] == architecture[:-1] and int(a) <= int(architecture)]
+    if not fitting:
+        raise NotHere(f"no kernels for sm_{architecture}: nvcc knows {', '.join(known)}")
+    start = time.monotonic()
+    library = build.build_c_library(fitting[-1:])
+    report(f"built for sm_{fitting[-1]} in {time.monotonic() - start:.0f} s")
+    place = memory.TorchMemory(torch, seed)
+    bench = workload.Bench(abi.Operators(library), place, np.random.default_rng(seed), place.stream)
+    catalogue = part("checks.catalogue")
+    baselines = Baselines(torch, place)
+    entries = {"check": catalogue.CHECKS, "speed": catalogue.SPEED}
+    return Device(torch.cuda.get_device_name(), bench, entries, 20, lambda: torch_ceilings(torch, place), baselines.text)
+
+
+def torch_ceilings(torch: Any, memory: Any) -> dict[str, float]:
+    """Bytes a second of a large copy (read and written), operations a second of a large bfloat16 product."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = memory.seconds(lambda: target.copy_(source), 10)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    product = memory.seconds(lambda: torch.matmul(a, b, out=out), 10)
+    return {"copy": 2 * source.numel() / copy, "matrix": 2 * 8192**3 / product}
+
+
+class Baselines:
+    """The same attention by PyTorch and, where it imports, FlashInfer: contiguous and paged caches in bfloat16."""
+
+    def __init__(self, torch: Any, memory: Any):
+        self._torch, self._memory, self._catalogue = torch, memory, part("checks.catalogue")
+        spec = importlib.util.find_spec("flashinfer")
+        self._flashinfer = importlib.import_module("flashinfer") if spec is not None else None
+
+    def text(self, name: str) -> str:
+        makers = {
+            self._catalogue.DECODE: (self._torch_decode, self._flashinfer_decode),
+            self._catalogue.PREFILL: (self._torch_prefill, self._flashinfer_prefill),
+        }
+        if name not in makers:
+            return ""
+        of_torch, of_flashinfer = makers[name]
+        texts = [self._timed("SDPA", of_torch)]
+        if self._flashinfer is not None:
+            texts.append(self._timed("FlashInfer", of_flashinfer))
+        return ", ".join(texts)
+
+    def _timed(self, name: str, make: Callable[[], Callable[[], Any]]) -> str:
+        try:
+            launch = make()
+            return f"{name} {self._memory.seconds(launch, 10) * 1e6:.1f} us"
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            # Another library's version may want other arguments: it is a yardstick, no part of the check.
+            return f"{name} failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+    def _random(self, *shape: int) -> Any:
+        return self._torch.randn(*shape, device="cuda", dtype=self._torch.bfloat16)
+
+    def _torch_decode(self) -> Callable[[], Any]:
+        heads, seqs, context = self._catalogue.LLAMA, self._catalogue.DECODE_BATCH, self._catalogue.DECODE_CONTEXT
+        query = self._random(seqs, heads.query, 1, heads.size)
+        key, value = (self._random(seqs, heads.kv, context, heads.size) for _ in range(2))
+        attend = self._torch.nn.functional.scaled_dot_product_attention
+        return lambda: attend(query, key, value, enable_gqa=True)
+
+    def _torch_prefill(self) -> Callable[[], Any]:
+        heads, tokens = self._catalogue.LLAMA, self._catalogue.PREFILL_TOKENS
+        query, key, value = (self._random(1, n, tokens, heads.size) for n in (heads.query, heads.kv, heads.kv))
+        attend = self._torch.nn.functional.scaled_dot_product_attention
+        return lambda: attend(query, key, value, is_causal=True, enable_gqa=True)
+
+    def _flashinfer_decode(self) -> Callable[[], Any]:
+        torch, heads, seqs, page = self._torch, self._catalogue.LLAMA, self._catalogue.DECODE_BATCH, 16
+        pages = self._catalogue.DECODE_CONTEXT // page
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD")
+        starts = torch.arange(seqs + 1, device="cuda", dtype=torch.int32) * pages
+        order = torch.randperm(seqs * pages, device="cuda").to(torch.int32)
+        last = torch.full((seqs,), page, device="cuda", dtype=torch.int32)
+        wrapper.plan(starts, order, last, heads.query, heads.kv, heads.size, page, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+        query, cache = self._random(seqs, heads.query, heads.size), self._random(seqs * pages, 2, page, heads.kv, heads.size)
+        return lambda: wrapper.run(query, cache)
+
+    def _flashinfer_prefill(self) -> Callable[[], Any]:
+        heads, tokens = self._catalogue.LLAMA, self._catalogue.PREFILL_TOKENS
+        query, key, value = (self._random(tokens, n, heads.size) for n in (heads.query, heads.kv, heads.kv))
+        return lambda: self._flashinfer.single_prefill_with_kv_cache(query, key, value, causal=True)
+
+
+# ---- the whole -------------------------------------------------------------------------------------
+
+
+def check_device(device: Device, clock: Clock, report: Callable[[str], None]) -> int:
+    report(f"\n## Results on {device.name}\n")
+    right = run_checks(device, clock, report)
+    rows: list[Row] = []
+    if right:
+        report("\n## Speed\n")
+        rows = run_timings(device, clock, report)
+    report("")
+    for name in clock.skipped:
+        report(f"- skipped, out of time: {name}")
+    missed = [row.name for row in rows if row.misses]
+    report(
+        f"{'All results are right' if right else 'WRONG RESULTS'}; {len(missed)} targets missed; {len(clock.skipped)} parts skipped; {clock.elapsed_s():.0f} s."
+    )
+    if not right:
+        return WRONG
+    return MISSED_TARGET if missed else RIGHT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Check and time fastengine's CUDA operators on a GPU.")
+    parser.add_argument("--backend", choices=("gpu", "shim"), default="gpu", help="shim: the kernels on the CPU at tiny sizes, to test this script")
+    parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for everything (default 480)")
+    parser.add_argument("--seed", type=int, default=None, help="of the random inputs (default: the time)")
+    parser.add_argument("--output", type=Path, help="also write the report to this file")
+    args = parser.parse_args(argv)
+    clock, lines = Clock(args.budget_s), []
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    seed = args.seed if args.seed is not None else time.time_ns() % 2**31
+    report(f"# CUDA operators, seed {seed}\n")
+    try:
+        device = shim_device(seed) if args.backend == "shim" else gpu_device(seed, report)
+    except NotHere as reason:
+        report(f"gpu_check: {reason}")
+        return NO_GPU
+    except (part("build").BuildError, subprocess.SubprocessError) as error:
+        report(f"gpu_check: the build failed: {error}")
+        return WRONG
+    if not clock.allows("everything but the build", BUILD_SHARE):
+        report(f"gpu_check: the build alone took {clock.elapsed_s():.0f} s; run again, it is cached now")
+        return WRONG
+    status = check_device(device, clock, report)
+    if args.output:
+        args.output.write_text("\n".join(lines) + "\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

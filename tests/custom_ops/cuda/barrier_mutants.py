@@ -1,0 +1,121 @@
+"""Leaves out one barrier after the other and prints those that no workload notices, a ``file line`` each.
+
+    python barrier_mutants.py SHIM_LIBRARY SCRIPTS_FOLDER
+
+A process of its own, without Paddle: a kernel without a barrier may follow a wild index, and then its process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCHEDULES = (1, 0, 17, 18)
+# The second is an emulated card whose kernels take other paths for want of memory.
+SHARED_BYTES = (228 * 1024, 100 * 1024)
+LIMIT_S = 30
+# Which workloads run a file's kernels; all of them those of the other files.
+USERS = {
+    "attention_decode.cu": "paged_attention",
+    "attention_prefill.cu": "paged_attention",
+    "attention_mla.cu": "mla_decode",
+    "attention_plan.cu": "attention_plan",
+    "moe.cu": "moe",
+    "rotary.cu": "rotary",
+}
+
+
+def barriers(kernels: Path) -> Iterator[tuple[str, int]]:
+    for path in sorted(kernels.rglob("*")):
+        if path.suffix in (".cu", ".h"):
+            for number, text in enumerate(path.read_text().splitlines(), 1):
+                if re.match(r"[^/]*\b__sync(threads|warp)\(\);", text):
+                    yield path.name, number
+
+
+def entries(part: Any) -> list[Any]:
+    """The tiny workloads, and sizes at which blocks repeat themselves and several pieces, tiles and warps meet."""
+    catalogue, attention = part("checks.catalogue"), part("checks.attention")
+    elementwise, linear, logits = (part(f"checks.{name}") for name in ("elementwise", "linear", "logits"))
+    entry = catalogue.make_entry
+    return [
+        *catalogue.PROBES,
+        *catalogue.TINY,
+        entry(elementwise.rms_norm, "wide", rows=2, size=2048, dtype="float32", residual=False),
+        entry(attention.attention_plan, "many", seqs=1100, heads=3, window=0),
+        entry(attention.paged_attention, "pieces", heads=attention.Heads(2, 1, 64, 64), lengths=[1, 1, 1], contexts=[700, 300, 90]),
+        entry(attention.paged_attention, "tiles", heads=attention.Heads(3, 1, 192, 128), lengths=[90, 1], contexts=[200, 9]),
+        entry(attention.mla_decode, "pieces", heads=2, contexts=[600, 300, 90], dtype="bfloat16"),
+        entry(logits.log_softmax_gather, "many", rows=2, vocab=3000, k=40),
+        entry(logits.sample, "many", rows=12, vocab=3000),
+        entry(linear.moe_permute, "many", tokens=200, experts=4, top_k=2, align=4),
+    ]
+
+
+class Mutants:
+    def __init__(self, library: Path, part: Any):
+        self._abi, self._memory, self._workload = part("abi"), part("checks.memory"), part("checks.workload")
+        self._operators = self._abi.Operators(library)
+        self._library = self._operators.library
+        self._library.fe_shim_skip_barrier.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        self._library.fe_shim_set_schedule.argtypes = [ctypes.c_uint64]
+        self._library.fe_shim_skipped.restype = ctypes.c_uint64
+
+    def is_right(self, entry: Any, schedule: int) -> bool:
+        rng = np.random.default_rng(5 + schedule)
+        self._library.fe_shim_set_schedule(schedule)
+        try:
+            workload = entry.build(self._workload.Bench(self._operators, self._memory.HostMemory(rng), rng))
+            workload.launch()
+            workload.check()
+        except (self._workload.WrongResult, self._abi.OperatorError):
+            return False
+        return True
+
+    def all_right(self, chosen: list[Any], barrier: tuple[str, int] | None) -> bool:
+        """Runs everything that comes by the barrier, without it."""
+        for shared_bytes in SHARED_BYTES if barrier is None or barrier[0].startswith("attention_") else SHARED_BYTES[:1]:
+            self._library.fe_shim_set_multiprocessor_shared(shared_bytes)
+            for entry in chosen:
+                self._library.fe_shim_skip_barrier(barrier[0].encode() if barrier else None, barrier[1] if barrier else 0)
+                for schedule in SCHEDULES:
+                    if not self.is_right(entry, schedule):
+                        return False
+                    if barrier and not self._library.fe_shim_skipped():
+                        break
+        return True
+
+    def survives(self, chosen: list[Any], barrier: tuple[str, int] | None) -> bool:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(LIMIT_S)
+            os._exit(0 if self.all_right(chosen, barrier) else 1)
+        return os.waitpid(child, 0)[1] == 0
+
+
+def main() -> int:
+    library, scripts = map(Path, sys.argv[1:])
+    sys.path.insert(0, str(scripts))
+    part = importlib.import_module("gpu_check").part
+    mutants, chosen = Mutants(library, part), entries(part)
+    if not mutants.survives(chosen, None):
+        print("wrong with all barriers")
+        return 1
+    for barrier in barriers(part("build").KERNELS):
+        users = [entry for entry in chosen if entry.name.startswith(USERS.get(barrier[0], ""))]
+        if mutants.survives(users, barrier):
+            print(*barrier)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
