@@ -36,12 +36,14 @@ REQUIRED = [
     "gguf>=0.17,<0.20",
     "llguidance>=1.0,<2",
 ]
+OTEL = ["opentelemetry-sdk>=1.27,<2", "opentelemetry-exporter-otlp-proto-http>=1.27,<2"]
 EXTRAS = {
     "cpu": ["paddlepaddle>=3.3,<3.4"],
     "gpu": ["paddlepaddle-gpu>=3.3,<3.4"],
     "transformers": ["transformers>=4.50"],
+    "otel": OTEL,
     "paddlenlp": ["paddleformers>=1.2"],
-    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "httpx>=0.27", "openai>=1.60", "ruff>=0.17,<0.18", "mypy>=1.13"],
+    "dev": [*OTEL, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "httpx>=0.27", "openai>=1.60", "anthropic>=0.40", "ruff>=0.17,<0.18", "mypy>=1.13"],
 }
 
 

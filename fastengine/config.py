@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import types
 import typing
@@ -19,6 +20,8 @@ from typing import Any, Literal
 
 import msgspec
 
+DEFAULT_KV_STORAGE_GIB = 16.0
+OTEL_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 TEXT_TO_BOOL = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -47,6 +50,13 @@ def require_positive(section: Any, *names: str) -> None:
         require(value is None or value > 0, name, f"must be greater than 0, got {value}")
 
 
+def _is_installed(*modules: str) -> bool:
+    try:
+        return all(importlib.util.find_spec(module) is not None for module in modules)
+    except ModuleNotFoundError:  # not even the package it would be in
+        return False
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Model: what is served"""
@@ -69,7 +79,8 @@ class ModelConfig:
     max_model_len: int | None = flag(None, "Longest prompt + output in tokens; default: the model's own context length.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "Compute type; auto: float32 on a CPU, the checkpoint's on a GPU.")
     quantization: Literal["auto", "none", "wint8", "wint4"] = flag(
-        "auto", "Bits that weights are computed with on a CPU; none: the compute type; auto: wint8 for a quantized GGUF file, else none."
+        "auto",
+        "Bits that weights are computed with on a CPU; none: the compute type; auto: as a quantized GGUF file has them (wint4 for Q4_0 and Q4_1, else wint8), else none.",
     )
     device: Literal["auto", "cpu", "gpu"] = flag("auto", "Where the workers run; auto: what Paddle was compiled for.")
     load_format: Literal["auto", "safetensors", "gguf", "dummy", "null"] = flag(
@@ -78,6 +89,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "max_model_len")
+        require(all(name.strip() for name in self.served_model_name), "served_model_name", "must not be empty")
 
 
 @dataclass(frozen=True)
@@ -93,12 +105,25 @@ class CacheConfig:
     )
     enable_prefix_caching: bool = flag(True, "Reuse KV blocks of equal prefixes.")
     swap_space: float = flag(0.0, "Host memory in GiB that keeps evicted KV blocks; 0: none.")
+    kv_storage_path: str | None = flag(
+        None, "Directory for KV blocks that the host has no room for either; needs --swap-space. Emptied at the end.", metavar="DIR"
+    )
+    kv_storage_size: float | None = flag(None, f"GiB per rank that may be kept there; default: {DEFAULT_KV_STORAGE_GIB:g}.", metavar="GIB")
 
     def __post_init__(self) -> None:
         require(self.block_size in (8, 16, 32, 64, 128), "block_size", f"must be 8, 16, 32, 64 or 128, got {self.block_size}")
         require(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", f"must be in (0, 1], got {self.gpu_memory_utilization}")
         require(self.swap_space >= 0, "swap_space", f"must not be negative, got {self.swap_space}")
-        require_positive(self, "num_gpu_blocks_override", "kv_cache_memory_gib")
+        require_positive(self, "num_gpu_blocks_override", "kv_cache_memory_gib", "kv_storage_size")
+        require(self.kv_storage_size is None or self.kv_storage_path is not None, "kv_storage_size", "needs --kv-storage-path")
+        if self.kv_storage_path is not None:
+            require(self.swap_space > 0, "kv_storage_path", "needs --swap-space: blocks reach the disk through the host's memory")
+            require(self.enable_prefix_caching, "kv_storage_path", "needs prefix caching: what is in files is found by it alone")
+
+    @property
+    def kv_storage_gib(self) -> float:
+        """Bound of what each rank keeps in files, if it keeps anything there."""
+        return self.kv_storage_size or DEFAULT_KV_STORAGE_GIB
 
 
 @dataclass(frozen=True)
@@ -161,6 +186,8 @@ class ServerConfig:
     control_api: bool = flag(True, "Serve the control API (pause, resume, update weights, ...).")
     control_api_key: tuple[str, ...] = flag((), "Key(s) for the control API; default: those of --api-key.", metavar="KEY", secret=True)
     max_body_mib: float = flag(32.0, "Largest request body in MiB; past it 413.")
+    request_read_timeout: float = flag(60.0, "Seconds a client may take to send a request, headers and body; past it 408.")
+    max_connections: int = flag(4096, "Open connections per API process past which new ones get 503.")
     request_timeout: float = flag(1800.0, "Seconds after which a request that sets no timeout_s ends with an error.")
     strict_fields: bool = flag(False, "Refuse unknown fields with 400 instead of naming them in a warning header.")
     reject_while_paused: bool = flag(False, "Answer 503 with Retry-After while paused instead of queueing.")
@@ -174,7 +201,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "port", f"must be in 0..65535, got {self.port}")
-        require_positive(self, "api_workers", "max_body_mib", "request_timeout", "stored_responses_mib")
+        require_positive(
+            self, "api_workers", "max_body_mib", "request_read_timeout", "max_connections", "request_timeout", "stored_responses_mib"
+        )
+        for name in ("api_key", "control_api_key"):
+            require(all(key.strip() for key in getattr(self, name)), name, "an empty key is no key: leave the flag out to ask for none")
         require(self.max_stored_responses >= 0, "max_stored_responses", "must not be negative")
         require(self.shutdown_timeout >= 0, "shutdown_timeout", "must not be negative")
         require((self.ssl_certfile is None) == (self.ssl_keyfile is None), "ssl_keyfile", "needs --ssl-certfile, and the other way round")
@@ -190,9 +221,15 @@ class ObservabilityConfig:
     crash_dump_dir: str | None = flag(
         None, "Directory for crash reports: the requests of the last five minutes, configuration and tracebacks, as JSON lines.", metavar="DIR"
     )
+    otlp_endpoint: str | None = flag(
+        None, "OpenTelemetry collector that takes spans over HTTP (http://host:4318); needs the extra 'otel'.", metavar="URL"
+    )
     dump_requests: int = flag(0, "Write every N finished requests to --crash-dump-dir, for 'fastengine replay'; 0: none.", metavar="N")
 
     def __post_init__(self) -> None:
+        endpoint = self.otlp_endpoint
+        require(endpoint is None or endpoint.startswith(("http://", "https://")), "otlp_endpoint", f"must be an http(s) URL, got {endpoint!r}")
+        require(endpoint is None or _is_installed(*OTEL_MODULES), "otlp_endpoint", "needs the extra 'otel': pip install 'fastengine[otel]'")
         require(self.dump_requests >= 0, "dump_requests", "must not be negative")
         require(not self.dump_requests or self.crash_dump_dir is not None, "dump_requests", "needs --crash-dump-dir to write to")
 
@@ -207,6 +244,9 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+
+    def __post_init__(self) -> None:
+        require(not self.cache.swap_space or self.model.load_format != "null", "swap_space", "the null model keeps no KV to swap")
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)

@@ -21,6 +21,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 1024
 MAX_BAD_WORDS = 2048
+# What one request's sampling may take of the message that starts it: grammar, bias, stop tokens and the rest together.
+MAX_SAMPLING_BYTES = 1 << 20
+# msgpack: at most 5 bytes for a token id, 9 for a float, 5 before each string or list, and all plain fields together.
+_ID_BYTES, _FLOAT_BYTES, _HEAD_BYTES, _PLAIN_BYTES = 5, 9, 5, 512
 
 # Lowest and highest value of every number. All of them, and what is computed of them, are finite in float32.
 RANGES: dict[str, tuple[float, float]] = {
@@ -32,12 +36,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1.0),
     "seed": (-INT64 - 1, INT64),
     "repetition_penalty": (1e-3, 1e3),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-1e3, 1e3),  # over HTTP this and the next are -2 to 2
+    "frequency_penalty": (-1e3, 1e3),
     "logprobs": (0, MAX_TOP_LOGPROBS),
     "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
 }
-BIAS_RANGE = (-100.0, 100.0)
+BIAS_RANGE = (-1e6, 1e6)  # over HTTP it is -100 to 100, as in OpenAI's API
 _PLACE = re.compile(r" - at `(?:key` in `)?\$?(.*)`$", re.DOTALL)
 _TYPES = {f.name: f.type for f in msgspec.structs.fields(SamplingParams)}
 
@@ -72,11 +76,40 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         _check_bias(params.logit_bias)
     if params.grammar is not None:
         _check_text("grammar", params.grammar.source)
+    size = sampling_bytes(params)
+    if size > MAX_SAMPLING_BYTES:
+        raise SamplingError(largest_field(params), f"the request's sampling settings take {size} bytes; {MAX_SAMPLING_BYTES} are allowed")
     if params.reasoning is not None:
         marks = (params.reasoning.begin_token_id, params.reasoning.end_token_id)
         _check_token_ids("reasoning", (mark for mark in marks if mark is not None), vocab_size)
         if not 0 <= (params.reasoning.max_tokens or 0) <= INT32:
             raise SamplingError("reasoning", f"max_tokens must be between 0 and {INT32}, got {params.reasoning.max_tokens}")
+
+
+def sampling_bytes(params: SamplingParams) -> int:
+    """Most bytes that checked ``params`` take in a message."""
+    return _PLAIN_BYTES + sum(_field_bytes(params).values())
+
+
+def _field_bytes(params: SamplingParams) -> dict[str, int]:
+    words = params.bad_words_token_ids
+    return {
+        "logit_bias": len(params.logit_bias) * (_ID_BYTES + _FLOAT_BYTES),
+        "bad_words_token_ids": sum(_HEAD_BYTES + _ID_BYTES * len(word) for word in words) if words else 0,
+        "stop_token_ids": len(params.stop_token_ids) * _ID_BYTES,
+        "stop": sum(_HEAD_BYTES + _text_bytes(text) for text in params.stop) if params.stop else 0,
+        "grammar": 0 if params.grammar is None else _text_bytes(params.grammar.source),
+    }
+
+
+def _text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def largest_field(params: SamplingParams) -> str:
+    """The field that takes most of :func:`sampling_bytes`."""
+    sizes = _field_bytes(params)
+    return max(sizes, key=lambda name: sizes[name])
 
 
 def _checked_types(params: SamplingParams) -> dict[str, Any]:

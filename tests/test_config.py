@@ -29,6 +29,8 @@ def test_flags_reach_their_fields_and_the_tree_survives_json() -> None:
         ("max_num_batched_tokens", "1"),
         ("api_workers", "0"),
         ("swap_space", "-1"),
+        ("kv_storage_path", "d"),
+        ("kv_storage_size", "1"),
         ("ssl_certfile", "x.pem"),
     ],
 )
@@ -69,3 +71,15 @@ def test_every_field_has_help_and_secrets_stay_hidden() -> None:
     config = EngineConfig.from_flags(api_key=("k",))
     assert config.flat()["api_key"] == "***"
     assert config.flat(with_secrets=True)["api_key"] == ("k",)
+
+
+def test_blocks_in_files_need_the_host_and_the_prefix_cache() -> None:
+    with pytest.raises(ConfigError, match="--kv-storage-path: needs --swap-space"):
+        EngineConfig.from_flags(kv_storage_path="d")
+    with pytest.raises(ConfigError, match="--kv-storage-path: needs prefix caching"):
+        EngineConfig.from_flags(kv_storage_path="d", swap_space=1, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="--kv-storage-size: must be greater than 0"):
+        EngineConfig.from_flags(kv_storage_path="d", swap_space=1, kv_storage_size=0)
+    with pytest.raises(ConfigError, match="--swap-space: the null model"):
+        EngineConfig.from_flags(load_format="null", swap_space=1)
+    assert EngineConfig.from_flags(kv_storage_path="d", swap_space=1, kv_storage_size=2).cache.kv_storage_gib == 2

@@ -10,6 +10,7 @@ many sequences run. The engine decides everything; this module only applies its 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import paddle
@@ -37,6 +38,17 @@ class StepRows:
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
+
+
+class StepArrays(NamedTuple):
+    """:class:`StepInputs` as numpy arrays, all of them contiguous int32."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    query_starts: np.ndarray
+    context_lens: np.ndarray
+    block_tables: np.ndarray
 
 
 class PersistentBatch:
@@ -115,6 +127,10 @@ class PersistentBatch:
 
     def inputs(self, rows: StepRows) -> StepInputs:
         """The forward pass's tensors for ``rows`` (at least one)."""
+        return StepInputs(*(paddle.to_tensor(array) for array in self.arrays(rows)))
+
+    def arrays(self, rows: StepRows) -> StepArrays:
+        """What a forward pass over ``rows`` (at least one) reads."""
         ends = rows.starts + rows.lengths
         query_starts = np.zeros(rows.slots.size + 1, dtype=np.int32)
         np.cumsum(rows.lengths, out=query_starts[1:])
@@ -125,13 +141,13 @@ class PersistentBatch:
             positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(rows.starts - query_starts[:-1], rows.lengths)
         blocks = self.block_table[slot_of_token, positions // self.block_size]
         table_width = -(-int(ends.max()) // self.block_size)
-        return StepInputs(
-            token_ids=paddle.to_tensor(self.tokens[slot_of_token, positions]),
-            positions=paddle.to_tensor(positions),
-            slot_mapping=paddle.to_tensor(blocks * self.block_size + positions % self.block_size),
-            query_starts=paddle.to_tensor(query_starts),
-            context_lens=paddle.to_tensor(ends),
-            block_tables=paddle.to_tensor(self.block_table[rows.slots, :table_width]),
+        return StepArrays(
+            token_ids=self.tokens[slot_of_token, positions],
+            positions=positions,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            query_starts=query_starts,
+            context_lens=ends,
+            block_tables=self.block_table[rows.slots, :table_width],
         )
 
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> None:

@@ -19,12 +19,11 @@ from fastengine.worker.batch import INTERNAL, PersistentBatch, StepRows, int32
 from fastengine.worker.kv_cache import KVCache
 from fastengine.worker.models.llama import LlamaForCausalLM
 from fastengine.worker.pooling import Pooler
-from fastengine.worker.sampler import Sampler, top_logprobs
+from fastengine.worker.prompt_logprobs import PromptLogprobs
+from fastengine.worker.sampler import Sampler
 from fastengine.worker.sampling_table import BAD_REQUEST, SamplingTable
 
 NULL_TOKEN = 5
-# Rows of logits computed at a time for prompt log-probabilities: they are the widest tensors there are.
-PROMPT_LOGPROB_ROWS = 128
 
 
 @dataclass
@@ -69,11 +68,12 @@ class ModelExecutor:
         self._table = table
         self._sampler = sampler
         self._pooler = Pooler(batch, table)
+        self._prompt_logprobs = PromptLogprobs(batch, table, model.logits)
 
     def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
         started = time.perf_counter_ns()
         hidden = self._model.forward(self._batch.inputs(rows), self._cache)
-        prompt_logprobs = self._prompt_logprobs(hidden, rows)
+        prompt_logprobs = self._prompt_logprobs.collect(hidden, rows)
         embeddings = self._pooler.pool(hidden, rows)
         if sampling.size == 0:
             return Executed(np.empty(0, np.int32), prompt_logprobs=prompt_logprobs, forward_us=_us_since(started))
@@ -95,29 +95,6 @@ class ModelExecutor:
             self._cache.swap_out(swap_out)
         if swap_in.size:
             self._cache.swap_in(swap_in)
-
-    def _prompt_logprobs(self, hidden: paddle.Tensor, rows: StepRows) -> list[SlotLogprobs]:
-        """Log-probabilities of the prompt tokens that follow the positions this step computed."""
-        chunks = np.arange(rows.num_decodes, rows.slots.size)
-        found = []
-        for row in chunks[self._table.num_prompt_logprobs[rows.slots[chunks]] >= 0].tolist():
-            slot, start = int(rows.slots[row]), int(rows.starts[row])
-            stop = min(start + int(rows.lengths[row]), int(self._batch.num_prompt[slot]) - 1)
-            if stop > start:
-                first = int(rows.lengths[:row].sum())
-                entries = self._logprobs_of_next(hidden[first : first + stop - start], slot, start)
-                found.append(SlotLogprobs(slot, entries))
-        return found
-
-    def _logprobs_of_next(self, hidden: paddle.Tensor, slot: int, start: int) -> list:
-        entries = []
-        wanted = self._table.num_prompt_logprobs[slot]
-        for done in range(0, hidden.shape[0], PROMPT_LOGPROB_ROWS):
-            part = hidden[done : done + PROMPT_LOGPROB_ROWS]
-            count = part.shape[0]
-            next_ids = self._batch.tokens[slot, start + done + 1 : start + done + 1 + count]
-            entries += top_logprobs(self._model.logits(part), next_ids, np.full(count, wanted))
-        return entries
 
 
 class ModelRunner:

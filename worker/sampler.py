@@ -11,6 +11,7 @@ Where min_tokens and bad_words leave no token that the grammar allows, the gramm
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,7 +24,11 @@ from fastengine.protocol.steps import SlotLogprobs
 from fastengine.worker.batch import PersistentBatch
 from fastengine.worker.sampling_table import SamplingTable, SlotRules
 
+logger = logging.getLogger(__name__)
+
 FORBIDDEN = np.float32(-np.inf)
+# What operators and numpy raise for a value they can't take. Anything else is no row's fault.
+ROW_ERRORS = (ValueError, OverflowError, IndexError, TypeError)
 
 
 @dataclass
@@ -47,7 +52,32 @@ class Sampler:
         self._processed = logprobs_mode == "processed"
 
     def sample(self, logits: paddle.Tensor, slots: np.ndarray) -> Sampled:
-        """Tokens from float32 ``logits[R, vocab]`` (left as they are) of ``slots`` (``int32[R]``)."""
+        """Tokens from float32 ``logits[R, vocab]`` (left as they are) of ``slots`` (``int32[R]``).
+
+        A row whose parameters an operator refuses has an error in the result; the others are sampled.
+        """
+        try:
+            return self._sample(logits, slots)
+        except ROW_ERRORS:
+            logger.exception("a step's rows could not be sampled together: each is sampled alone")
+            return self._sample_one_by_one(logits, slots)
+
+    def _sample_one_by_one(self, logits: paddle.Tensor, slots: np.ndarray) -> Sampled:
+        token_ids, rows, errors = np.zeros(slots.size, np.int32), [], {}
+        for row in range(slots.size):
+            try:
+                drawn = self._sample(logits[row : row + 1], slots[row : row + 1])
+            except ROW_ERRORS as error:
+                errors[row] = f"this request's sampling settings can't be followed: {error}"
+                rows.append(logits[row : row + 1])
+            else:
+                token_ids[row] = drawn.token_ids[0]
+                errors.update({row: message for message in drawn.errors.values()})
+                rows.append(drawn.logits)
+        return Sampled(token_ids, paddle.concat(rows), errors)
+
+    def _sample(self, logits: paddle.Tensor, slots: np.ndarray) -> Sampled:
+        """:meth:`sample`, all or nothing: until it has succeeded no grammar has moved on."""
         table = self._table
         if not table.adjusted[slots].any():
             return Sampled(self._draw(logits, slots), logits)
@@ -67,7 +97,7 @@ class Sampler:
         return drawn.numpy()
 
     def _sample_constrained(self, logits: paddle.Tensor, slots: np.ndarray, rows: list[int]) -> Sampled:
-        """As :meth:`sample`; ``rows`` follow a grammar (or a reasoning budget)."""
+        """As :meth:`_sample`; ``rows`` follow a grammar (or a reasoning budget)."""
         grammars = self._table.grammars
         assert grammars is not None  # the table constrains no slot otherwise
         masks = grammars.masks([int(slots[row]) for row in rows])
@@ -85,6 +115,8 @@ class Sampler:
     def logprobs(self, logits: paddle.Tensor, slots: np.ndarray, drawn: Sampled) -> list[SlotLogprobs]:
         """The sampled tokens' and the top k's log-probabilities, of the rows that ask for them. ``logits`` are the raw ones."""
         wanted = self._table.num_logprobs[slots]
+        if drawn.errors:
+            wanted[list(drawn.errors)] = -1
         rows = np.flatnonzero(wanted >= 0)
         if rows.size == 0:
             return []

@@ -9,6 +9,7 @@ import numpy as np
 from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.steps import RowError, StartedSequence
 from fastengine.protocol.tokens import unpack_token_ids
+from fastengine.sampling_rules import SamplingError, check_sampling
 from fastengine.worker.grammar import SlotGrammars
 
 BAD_REQUEST = 400
@@ -70,8 +71,11 @@ class SamplingTable:
     def start(self, sequence: StartedSequence) -> RowError | None:
         """Take a sequence's parameters; an error means they can't be followed."""
         params, slot = sequence.sampling, sequence.slot
-        if any(not 0 <= token_id < self.vocab_size for token_id in params.logit_bias):
-            return RowError(slot, BAD_REQUEST, f"logit_bias: token ids must be in [0, {self.vocab_size})")
+        try:
+            # Whoever made the request has checked it; what slipped through must not reach the operators.
+            check_sampling(params, self.vocab_size)
+        except SamplingError as error:
+            return RowError(slot, BAD_REQUEST, str(error))
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k
         self.top_p[slot] = params.top_p

@@ -151,8 +151,8 @@ class DiskTransfers:
 
     def _on_disk(self, request: RequestState, num_hits: int) -> list[bytes]:
         """Keys behind the hits whose blocks are in files."""
-        if request.wants_prompt_logprobs and request.first_token_at is None:
-            return []  # all of it must be computed
+        if request.needs_whole_prompt:
+            return []
         keys: list[bytes] = []
         for key in request.blocks.keys[num_hits : (len(request.tokens) - 1) // self._starter.kv.block_size]:
             if key not in self.disk:

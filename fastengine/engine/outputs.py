@@ -108,4 +108,5 @@ def _joined(first: TokenOutput, then: TokenOutput) -> TokenOutput:
         num_output_tokens=then.num_output_tokens,
         weight_version=then.weight_version,
         error=then.error,
+        embedding=first.embedding,
     )

@@ -15,6 +15,7 @@ from fastengine.model_files.spec import ModelSpec
 from fastengine.protocol.outputs import FinishReason, TopLogprobs
 from fastengine.protocol.requests import GenerateRequest
 from fastengine.protocol.tokens import unpack_token_ids
+from fastengine.sampling_rules import sampling_bytes
 
 Tokens = npt.NDArray[np.int32]
 
@@ -71,6 +72,7 @@ class RequestState:
         "arrived_at",
         "blocks",
         "bypassed",
+        "embedding",
         "end",
         "finish_reason",
         "first_token_at",
@@ -84,6 +86,7 @@ class RequestState:
         "request",
         "request_id",
         "restored",
+        "sampling_bytes",
         "seed",
         "slot",
         "started_at",
@@ -101,6 +104,7 @@ class RequestState:
         self.num_prompt = len(self.tokens)
         self.end = end  # most tokens it may have, prompt and output
         self.seed = seed
+        self.sampling_bytes = sampling_bytes(request.sampling)  # of the plan that starts it, at most
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.blocks = SequenceBlocks()
@@ -112,6 +116,7 @@ class RequestState:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.prompt_logprobs: list[TopLogprobs] = []
+        self.embedding: bytes | None = None
         self.restored = False  # it has waited in WAITING_KV since it last ran: it won't again
         self.looked_on_disk = False  # its prefix has been looked for in files since it last ran
         self.bypassed = 0  # requests that were admitted past it
@@ -133,6 +138,11 @@ class RequestState:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.request.sampling.prompt_logprobs is not None
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Every position of the prompt must be computed: what is cached has neither log-probabilities nor hidden states."""
+        return self.first_token_at is None and (self.wants_prompt_logprobs or self.request.sampling.pooling is not None)
 
     def transition(self, to: RequestStatus) -> None:
         """Change state. Raises IllegalTransition."""

@@ -68,6 +68,8 @@ class ResultProcessor:
         logprobs = {item.slot: item.tokens for item in result.logprobs} if result.logprobs else NO_LOGPROBS
         for item in result.prompt_logprobs:
             self._keep_prompt_logprobs(step, item.slot, item.tokens)
+        for embedding in result.embeddings:
+            self._keep_embedding(step, embedding.slot, embedding.data)
         num_decodes = step.batch.size
         if num_decodes:
             num_decodes = self._append_decoded(step, tokens[:num_decodes] if step.samplers else tokens, logprobs)
@@ -151,6 +153,7 @@ class ResultProcessor:
             num_prompt_tokens=request.num_prompt if first else None,
             num_output_tokens=num_output,
             weight_version=None if reason is None else self._lifecycle.weight_version,
+            embedding=request.embedding if first else None,
         )
         self._outputs.add_detail(request.request.client_index, output)
 
@@ -160,12 +163,17 @@ class ResultProcessor:
             return FINISH_STOP
         return FINISH_LENGTH if known >= request.end else None
 
-    # -- log-probabilities of prompts -----------------------------------------------------------
+    # -- log-probabilities and embeddings of prompts --------------------------------------------
 
     def _keep_prompt_logprobs(self, step: InFlightStep, slot: int, tokens: list[TopLogprobs]) -> None:
         request = self._slots.requests[slot]
         if slot not in step.dead and request is not None and request.first_token_at is None:
             request.prompt_logprobs += tokens
+
+    def _keep_embedding(self, step: InFlightStep, slot: int, data: bytes) -> None:
+        request = self._slots.requests[slot]
+        if slot not in step.dead and request is not None and request.first_token_at is None:
+            request.embedding = data
 
     @staticmethod
     def _prompt_logprobs(request: RequestState) -> list[TopLogprobs | None] | None:

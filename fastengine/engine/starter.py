@@ -75,8 +75,8 @@ class Starter:
 
     def hits(self, request: RequestState) -> Hits:
         """What of ``request``, identified before, needs no computing."""
-        if request.wants_prompt_logprobs and request.first_token_at is None:
-            return NO_HITS  # every position of the prompt must be computed to have its log-probability
+        if request.needs_whole_prompt:
+            return NO_HITS
         return self.kv.lookup(request.blocks, len(request.tokens))
 
     def start(self, request: RequestState, hits: Hits, length: int, draft: StepDraft) -> None:
@@ -105,7 +105,7 @@ class Starter:
                 request_id=request.request_id,
             )
         )
-        draft.started_bytes += len(token_ids) + len(block_ids)
+        draft.started_bytes += len(token_ids) + len(block_ids) + request.sampling_bytes
         draft.chunks.append(Chunk(request, num_computed, length))
         draft.budget -= length
         self.prefilling.append(request)

@@ -38,6 +38,7 @@ class ControlRoute:
     summary: str
     get: bool = False  # also answers GET
     sglang: bool = False
+    as_states: bool = False  # the result is repeated where SGLang has its schedulers' states
 
     @property
     def methods(self) -> list[str]:
@@ -61,7 +62,10 @@ class ControlEndpoint:
         except ApiError as error:
             return self._failure(request_id, error)
         if self._route.sglang:
-            return JsonReply(types.SglangReply(request_id=request_id, status="success", result=result, success=True, message="success"))
+            reply = types.SglangReply(request_id=request_id, status="success", result=result, success=True, message="success")
+            if self._route.as_states:
+                reply.internal_states = [result]
+            return JsonReply(reply)
         return JsonReply(types.ControlReply(request_id=request_id, status="success", result=result))
 
     def _failure(self, request_id: str, error: ApiError) -> JsonReply:
@@ -206,6 +210,8 @@ ROUTES = (
     ControlRoute("/start_profile", types.SglangProfileBody, start_profile, "SGLang's name of /v1/profile start", sglang=True),
     ControlRoute("/stop_profile", types.Body, stop_profile, "SGLang's name of /v1/profile stop", sglang=True),
     ControlRoute("/server_info", types.Body, simple(control.GetServerInfo()), "The same as /v1/server_info", get=True),
-    ControlRoute("/get_server_info", types.Body, simple(control.GetServerInfo()), "SGLang's name of /v1/server_info", get=True, sglang=True),
+    ControlRoute(
+        "/get_server_info", types.Body, simple(control.GetServerInfo()), "SGLang's name of /v1/server_info", get=True, sglang=True, as_states=True
+    ),
 )
 CONTROL_PATHS = frozenset(route.path for route in ROUTES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from fastengine.protocol.control import PauseMode
 
@@ -98,7 +98,8 @@ class ControlReply(msgspec.Struct, kw_only=True):
 
 
 class SglangReply(ControlReply, kw_only=True):
-    """The same with the two fields SGLang's clients look at."""
+    """The same with the fields SGLang's clients look at; ``internal_states`` is the server information's."""
 
     success: bool
     message: str
+    internal_states: list[dict[str, Any]] | UnsetType = UNSET

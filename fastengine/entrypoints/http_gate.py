@@ -1,19 +1,28 @@
-"""The outermost layer of every request: keys, and the count of what was answered."""
+"""The outermost layer of every request: keys, the time its body may take, how it ends early, and the count of what was answered."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastengine.entrypoints.responses import error_reply
-from fastengine.frontend.errors import ApiError
+from fastengine.frontend.errors import ApiError, engine_unavailable
 from fastengine.frontend.http_metrics import OTHER, HttpMetrics
+from fastengine.frontend.http_protocol import READ_CLOCK, ReadClock
+
+logger = logging.getLogger(__name__)
 
 # Probes of load balancers carry no key.
 OPEN_PATHS = frozenset({"/health", "/ping"})
 MAX_HEADER_BYTES = 64 * 1024
+# What counts when nothing was sent.
+NOT_ANSWERED = 499
+# What uvloop says of a write to a connection that broke a moment ago.
+CLOSED = "handler is closed"
 
 
 class HttpGate:
@@ -30,20 +39,30 @@ class HttpGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 499  # what counts when nothing was sent
+        status = NOT_ANSWERED
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            try:
+                await send(message)
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and CLOSED not in str(error):
+                    raise
+                # The receiver of the request is about to be told the same.
+                logger.debug("%s: the client went away while it was answered", scope["path"])
 
         refusal = self._refusal(scope)
         try:
             if refusal is None:
-                await self._app(scope, receive, counted)
+                await self._app(scope, in_time(scope, receive), counted)
             else:
-                await error_reply(refusal)(scope, receive, counted)
+                await error_reply(refusal, scope["path"])(scope, receive, counted)
+        except asyncio.CancelledError:
+            # Only the server's own end cancels requests.
+            if status == NOT_ANSWERED:
+                await error_reply(engine_unavailable("the server is shutting down", retry_after_s=10), scope["path"])(scope, receive, counted)
         finally:
             route = scope.get("route")
             self._metrics.count(OTHER if route is None else route.path, status)
@@ -55,11 +74,32 @@ class HttpGate:
         keys = self._control_keys if path in self._control_paths else self._keys
         if not keys or path in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, key = given.partition(b" ")
+        headers = dict(scope["headers"])
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer":
-            return ApiError(401, "an API key is required: send it as 'Authorization: Bearer KEY'")
+            key = headers.get(b"x-api-key", b"")  # Anthropic's header
+            if not key:
+                return ApiError(401, "an API key is required: send it as 'Authorization: Bearer KEY'")
         # Every key is compared in full, so that the time taken says nothing about any.
         if sum([hmac.compare_digest(key.strip(), known) for known in keys]) == 0:
             return ApiError(401, "this API key is not valid")
         return None
+
+
+def in_time(scope: Scope, receive: Receive) -> Receive:
+    """``receive``, which raises ApiError 408 when the request's body is not there when its clock has run out."""
+    clock: ReadClock | None = scope.get(READ_CLOCK)
+    if clock is None or clock.complete:
+        return receive
+
+    async def receive_in_time() -> Message:
+        if clock.complete:
+            return await receive()
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.wait_for(receive(), clock.deadline - loop.time())
+        except asyncio.TimeoutError:
+            message = "the request's body did not come in time (--request-read-timeout)"
+            raise ApiError(408, message) from None
+
+    return receive_in_time

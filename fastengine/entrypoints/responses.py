@@ -13,11 +13,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from fastengine.entrypoints.error_formats import DONE_EVENT, error_body, error_event
 from fastengine.frontend.errors import ApiError, ClientDisconnected
 from fastengine.frontend.request_manager import GenerationStream
 
 logger = logging.getLogger(__name__)
-DONE_EVENT = b"data: [DONE]\n\n"
+__all__ = ["DONE_EVENT", "EventStream", "EventWriter", "JsonReply", "error_reply", "interrupted_by_disconnect"]
+# Errors after which the rest of the request is not read: the connection can't be used again.
+UNREAD = frozenset({408, 413})
 # nginx would otherwise gather events before passing them on.
 EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -31,13 +34,16 @@ class JsonReply(Response):
         return msgspec.json.encode(content)
 
 
-def error_reply(error: ApiError, *, headers: Mapping[str, str] | None = None) -> JsonReply:
+def error_reply(error: ApiError, path: str, *, headers: Mapping[str, str] | None = None) -> JsonReply:
+    """``path`` is the request's: its API decides what errors look like."""
     reply_headers = dict(headers or {})
     if error.retry_after_s is not None:
         reply_headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status in UNREAD:
+        reply_headers["Connection"] = "close"
     if error.status == 401:
         reply_headers["WWW-Authenticate"] = "Bearer"
-    return JsonReply(error.body(), error.status, reply_headers)
+    return JsonReply(error_body(error, path), error.status, reply_headers)
 
 
 class EventWriter:
@@ -62,8 +68,8 @@ class EventWriter:
 class EventStream(Response):
     """Runs ``produce(receive, writer)`` as the reply's body.
 
-    An ApiError before the first event becomes an ordinary HTTP error; later it is an error event
-    followed by ``[DONE]``. ``request_id`` goes into the message of an unforeseen failure.
+    An ApiError before the first event becomes an ordinary HTTP error; later it is an error event,
+    followed by ``[DONE]`` where OpenAI's API is spoken. ``request_id`` goes into the message of an unforeseen failure.
     """
 
     def __init__(self, produce: Callable[[Receive, EventWriter], Awaitable[None]], *, request_id: str, headers: Mapping[str, str]):
@@ -73,7 +79,7 @@ class EventStream(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = EventWriter(send, self._extra_headers)
+        writer, path = EventWriter(send, self._extra_headers), scope["path"]
         try:
             await self._produce(receive, writer)
         except ClientDisconnected:
@@ -81,19 +87,15 @@ class EventStream(Response):
             return
         except ApiError as error:
             if not writer.started:
-                await error_reply(error, headers=self._extra_headers)(scope, receive, send)
+                await error_reply(error, path, headers=self._extra_headers)(scope, receive, send)
                 return
-            await writer.write(error_event(error))
+            await writer.write(error_event(error, path))
         except Exception:
             if not writer.started:
                 raise
             logger.exception("%s: failed while streaming", self._request_id)
-            await writer.write(error_event(ApiError(500, f"internal error in request {self._request_id}")))
+            await writer.write(error_event(ApiError(500, f"internal error in request {self._request_id}"), path))
         await writer.close()
-
-
-def error_event(error: ApiError) -> bytes:
-    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE_EVENT
 
 
 @contextlib.asynccontextmanager

@@ -31,7 +31,10 @@ class ServerRoutes:
         self._front = front
 
     async def health(self, request: Request) -> JsonReply:
-        """200 when requests are taken (a paused engine takes them), 503 with the engine's state otherwise."""
+        """200 when requests are answered or (paused) wait for an operator, 503 with the engine's state otherwise.
+
+        While workers are started again requests are taken, and wait: send them elsewhere if there is an elsewhere.
+        """
         status = self._front.engine.status
         state = status.state
         if state == "ready" and self._front.text.model is None:
@@ -45,8 +48,7 @@ class ServerRoutes:
             "sleeping": status.sleeping,
             "weight_version": status.weight_version,
         }
-        # Requests are kept while workers are started again.
-        healthy = state in ("ready", "recovering")
+        healthy = state == "ready"
         return JsonReply(body, 200 if healthy else 503, None if healthy else {"Retry-After": "1"})
 
     async def health_generate(self, request: Request) -> Response:

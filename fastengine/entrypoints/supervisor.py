@@ -126,6 +126,8 @@ class Supervisor:
             if signum == signal.SIGINT and self._stopping:
                 logger.warning("killed by a second Ctrl-C")
                 self._exit_code = EXIT_KILLED
+            elif signum == signal.SIGTERM and self._stopping:
+                self._hurry()
             elif signum in (signal.SIGTERM, signal.SIGINT):
                 self._begin_stop()
         self._reap()
@@ -165,7 +167,7 @@ class Supervisor:
             logger.error("the engine process died (%s) and is started again", _how(code))
             self._engine = self._start_engine()
         else:
-            self._fail(f"the engine process ended ({_how(code)}): see above")
+            self._fail(f"the engine process ended ({_how(code)}){_where_to_look(code)}")
 
     def _may_restart(self, name: str) -> bool:
         return self._restarts.setdefault(name, Restarts()).allow()
@@ -232,6 +234,15 @@ class Supervisor:
         if not self._apis or not self._was_ready:
             self._engine.terminate()
 
+    def _hurry(self) -> None:
+        """A second SIGTERM: running requests are told that it is over, and everything ends as soon as it can."""
+        logger.warning("stopping at once: running requests are ended")
+        self._kill_at = time.monotonic() + STOP_MARGIN_S
+        for process in self._apis.values():
+            process.terminate()
+        if not self._apis:
+            self._engine.terminate()
+
     def _kill_everything(self) -> None:
         for process in (*self._apis.values(), self._engine.process):
             if process.poll() is None:
@@ -255,13 +266,24 @@ def _how(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
+def _where_to_look(code: int) -> str:
+    """What the engine's end needs to be understood: its own last words, or that there are none."""
+    if code == -signal.SIGKILL:
+        return ": somebody killed it, or the kernel did for want of memory (dmesg would say so); it left no message"
+    if code == -signal.SIGALRM:
+        return ""
+    if code < 0:
+        return f": it crashed; where its thread stood is above if Python could still tell ({signal.strsignal(-code)})"
+    return ": its own last message is above"
+
+
 def ready_message(config: EngineConfig, port: int) -> str:
     """What the console shows once the server answers: a command that works as it stands."""
     host = "127.0.0.1" if config.server.host in ("0.0.0.0", "::", "") else config.server.host
     scheme = "https" if config.server.ssl_certfile else "http"
     host = f"[{host}]" if ":" in host else host
     auth = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key else ""
-    body = '{"model": "default", "messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 64}'
+    body = '{"model": "default", "messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 64, "temperature": 0}'
     url = f"{scheme}://{host}:{port}"
     return f"fastengine is ready on {url} — try:\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} -d '{body}'"
 

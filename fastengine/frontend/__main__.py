@@ -22,6 +22,7 @@ from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.http_metrics import HttpMetrics
 from fastengine.frontend.http_server import HttpServer
 from fastengine.frontend.request_manager import RequestManager
+from fastengine.frontend.request_traces import RequestTraces
 from fastengine.frontend.text_service import ModelText, TextService, load_model_text
 from fastengine.ipc.process import EXIT_HOPELESS, die_with_parent
 from fastengine.ipc.runtime_dir import RuntimeDir
@@ -33,15 +34,17 @@ logger = logging.getLogger("fastengine.frontend")
 
 def build_front_end(config: EngineConfig, runtime_dir: RuntimeDir, client_index: int) -> FrontEnd:
     engine = EngineClient(runtime_dir, client_index)
-    manager = RequestManager(engine, default_timeout_s=config.server.request_timeout, reject_while_paused=config.server.reject_while_paused)
+    traces = RequestTraces.of(config, runtime_dir.instance_id, client_index)
+    server = config.server
+    manager = RequestManager(engine, default_timeout_s=server.request_timeout, reject_while_paused=server.reject_while_paused, traces=traces)
     text = TextService(lambda: load_model_text(config.model))
-    return FrontEnd(config, engine, manager, text, HttpMetrics(runtime_dir, client_index))
+    return FrontEnd(config, engine, manager, text, HttpMetrics(runtime_dir, client_index), traces)
 
 
 async def serve(front: FrontEnd, listener: socket.socket) -> int:
     """Run until a signal comes; the exit code."""
     watchdog = EventLoopWatchdog(front.config.parallel.watchdog_timeout)
-    server = HttpServer(watchdog.over(create_app(front)), front.config.server)
+    server = HttpServer(watchdog.over(create_app(front)), front.config.server, end_requests=front.end_requests)
     exit_code = 0
 
     def text_loaded(loading: asyncio.Task[ModelText]) -> None:

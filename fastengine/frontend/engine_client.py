@@ -11,7 +11,9 @@ import asyncio
 import logging
 import os
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import msgspec
 import zmq
@@ -26,6 +28,8 @@ from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequ
 logger = logging.getLogger(__name__)
 # Messages taken per wake before other callbacks of the loop get their turn.
 MESSAGES_PER_WAKE = 64
+# How long closing may take to get the last aborts to the engine.
+CLOSE_LINGER_MS = 200
 _DECODER = msgspec.msgpack.Decoder(ToClient)
 
 
@@ -41,7 +45,7 @@ class EngineClient:
         self.status = EngineStatus(state="starting", message="waiting for the engine process")
         self.runtime_dir = runtime_dir
         self._pending: dict[str, asyncio.Future[ControlResponse]] = {}
-        self._unsent_aborts: list[int] = []
+        self._unsent_aborts: deque[AbortRequest] = deque()
 
     def start(self, *, on_outputs: Callable[[OutputBatch], None], on_status: Callable[[EngineStatus, EngineStatus], None]) -> None:
         """Open the sockets and greet the engine. ``on_status`` gets (before, now)."""
@@ -64,7 +68,7 @@ class EngineClient:
             self._loop.remove_reader(self._intake.fileno())
         for future in self._pending.values():
             future.cancel()
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=CLOSE_LINGER_MS)
 
     # -- to the engine ------------------------------------------------------------------------
 
@@ -76,11 +80,23 @@ class EngineClient:
         except zmq.Again:
             raise engine_unavailable("the engine does not take requests at the moment") from None
 
-    def abort(self, handles: list[int]) -> None:
-        """Stop these sequences. Never lost: what the socket does not take now goes when it does."""
-        self._unsent_aborts += handles
-        if len(self._unsent_aborts) == len(handles):
+    def abort(self, handles: list[int], reason: Literal["abort", "stop"] = "abort") -> None:
+        """Stop these sequences. Never lost: what the socket does not take now goes when it does.
+
+        After :meth:`close` it does nothing: the engine outlives no client for long.
+        """
+        if self._context.closed:
+            return
+        self._unsent_aborts.append(AbortRequest(self.client_index, handles, reason))
+        if len(self._unsent_aborts) == 1:
             self._flush_aborts()
+
+    def fail_commands(self, error: ApiError) -> int:
+        """Have every command that waits for an answer raise ``error``; how many there were."""
+        waiting = [future for future in self._pending.values() if not future.done()]
+        for future in waiting:
+            future.set_exception(error)
+        return len(waiting)
 
     async def control(self, command: ControlCommand, *, timeout_s: float) -> ControlResponse:
         """Ask the engine loop. Raises ApiError 504 past ``timeout_s`` and 503 when there is no engine."""
@@ -117,13 +133,11 @@ class EngineClient:
             logger.error("the engine's socket is full: the greeting is lost")
 
     def _flush_aborts(self) -> None:
-        handles, self._unsent_aborts = self._unsent_aborts, []
-        if not handles:
-            return
         try:
-            self._send(AbortRequest(self.client_index, handles))
+            while self._unsent_aborts:
+                self._send(self._unsent_aborts[0])
+                self._unsent_aborts.popleft()
         except zmq.Again:
-            self._unsent_aborts = handles
             self._loop.add_reader(self._intake.fileno(), self._intake_changed)
             # The edge may have passed between the failed send and the watch.
             self._loop.call_soon(self._intake_changed)
@@ -165,9 +179,7 @@ class EngineClient:
     def _status_changed(self, status: EngineStatus) -> None:
         before, self.status = self.status, status
         if status.state == "failed":
-            for future in self._pending.values():
-                if not future.done():
-                    future.set_exception(engine_unavailable(f"the engine has failed: {status.message}"))
+            self.fail_commands(engine_unavailable(f"the engine has failed: {status.message}"))
             self._greeted.clear()
             if before.state != "failed":
                 self._greet()  # waits in the socket for an engine that may be started in its place

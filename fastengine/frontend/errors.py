@@ -13,6 +13,7 @@ ERROR_KINDS: dict[int, tuple[str, str | None]] = {
     403: ("permission_error", None),
     404: ("not_found_error", None),
     405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "request_timeout"),
     409: ("conflict_error", None),
     413: ("invalid_request_error", "body_too_large"),
     429: ("rate_limit_error", "rate_limit_exceeded"),

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from fastengine.config import EngineConfig
 from fastengine.frontend.engine_client import EngineClient
+from fastengine.frontend.errors import engine_unavailable
 from fastengine.frontend.http_metrics import HttpMetrics
 from fastengine.frontend.request_manager import RequestManager
+from fastengine.frontend.request_traces import RequestTraces
 from fastengine.frontend.text_service import ModelText, TextService
 from fastengine.model_files.load import default_model_name
 
@@ -21,6 +23,7 @@ class FrontEnd:
     manager: RequestManager
     text: TextService
     http_metrics: HttpMetrics
+    traces: RequestTraces | None = None  # what --otlp-endpoint asks for
     started_s: float = field(default_factory=time.time)
 
     @property
@@ -38,6 +41,13 @@ class FrontEnd:
         self.engine.start(on_outputs=self.manager.on_outputs, on_status=self.manager.on_status)
         return self.text.start()
 
+    def end_requests(self) -> int:
+        """The server shuts down: whoever still waits is told so. Returns how many those are."""
+        error = engine_unavailable("the server is shutting down", retry_after_s=10)
+        return self.manager.end_all(error) + self.engine.fail_commands(error)
+
     def close(self) -> None:
         self.engine.close()
         self.text.close()
+        if self.traces is not None:
+            self.traces.close()

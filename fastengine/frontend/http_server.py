@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
+import resource
 import signal
+import socket
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from fastengine.config import ServerConfig
+from fastengine.frontend.http_protocol import TimedProtocol
 
+logger = logging.getLogger(__name__)
 # Longer than most clients and load balancers keep an idle connection, so that they close it, not we.
 KEEP_ALIVE_S = 75
+# After the drain's end, how long replies that say so get to be sent, and requests that hang on to be cancelled.
+LAST_WORDS_S = 1.0
+# Descriptors for anything but connections.
+SPARE_DESCRIPTORS = 128
 
 
 class HttpServer(uvicorn.Server):
-    """Serves until SIGTERM, SIGINT or :meth:`stop`; then lets running requests finish within the shutdown timeout."""
+    """Serves until SIGTERM, SIGINT or :meth:`stop`; then lets running requests finish within the shutdown timeout.
 
-    def __init__(self, app: Any, server: ServerConfig):
+    A second signal, or the timeout, ends the drain: ``end_requests`` is called to make running requests answer at
+    once that the server shuts down. It returns how many there were.
+    """
+
+    def __init__(self, app: Any, server: ServerConfig, *, end_requests: Callable[[], int] = lambda: 0):
+        self._drain_s = server.shutdown_timeout
+        self._end_requests = end_requests
+        protocol = functools.partial(
+            TimedProtocol,
+            read_timeout_s=server.request_read_timeout,
+            max_connections=allowed_connections(server.max_connections),
+            on_all_closed=self._connections_closed,
+        )
         config = uvicorn.Config(
             app,
             loop="auto",
-            http="httptools",
+            http=protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -32,24 +55,74 @@ class HttpServer(uvicorn.Server):
             date_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(server.shutdown_timeout)),
             ssl_certfile=server.ssl_certfile,
             ssl_keyfile=server.ssl_keyfile,
         )
         super().__init__(config)
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        # Its warnings are about what clients send; they get an answer, and nobody else needs to know.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
     async def main_loop(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._exit = asyncio.Event()
+        self._exit, self._hurry, self._all_closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.server_state.default_headers = self.config.encoded_headers
         if not self.should_exit:
             await self._exit.wait()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listening in self.servers:
+            listening.close()
+        for sock in sockets or []:
+            sock.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if self.force_exit or not await self._drained(self._drain_s):
+            await self._end()
+
+    async def _drained(self, timeout_s: float) -> bool:
+        """Wait until all requests are answered and the answers sent; False when the time, or somebody's patience, is over."""
+        hurry = asyncio.create_task(self._hurry.wait())
+        ended = asyncio.create_task(self._all_ended())
+        try:
+            await asyncio.wait({hurry, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            return ended.done()
+        finally:
+            hurry.cancel()
+            ended.cancel()
+
+    async def _all_ended(self) -> None:
+        while self.server_state.tasks:
+            await asyncio.wait(set(self.server_state.tasks))
+        while self.server_state.connections:
+            self._all_closed.clear()
+            await self._all_closed.wait()
+
+    def _connections_closed(self) -> None:
+        with contextlib.suppress(AttributeError):  # a connection that came and went before the main loop began
+            self._all_closed.set()
+
+    async def _end(self) -> None:
+        """Tell whoever still waits that it is over, then end what does not take the hint."""
+        num_ended = self._end_requests()
+        if num_ended:
+            logger.warning("%d requests had not finished within %g s (--shutdown-timeout): they were told so", num_ended, self._drain_s)
+        self._hurry.clear()
+        if self.force_exit or await self._drained(LAST_WORDS_S):
+            return
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, TimedProtocol) and connection.is_answering:
+                connection.transport.abort()
+        for task in self.server_state.tasks:
+            task.cancel()
+        await self._drained(LAST_WORDS_S)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not recorded as captured: uvicorn would raise the signal again at the end, and the exit code be its number.
-        if self.should_exit and sig == signal.SIGINT:
-            self.force_exit = True
+        if self.should_exit:
+            if sig == signal.SIGINT:
+                self.force_exit = True
+            if self.started:
+                self._loop.call_soon_threadsafe(self._hurry.set)
         self.stop()
 
     def stop(self) -> None:
@@ -57,3 +130,13 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
         if self.started:
             self._loop.call_soon_threadsafe(self._exit.set)
+
+
+def allowed_connections(wanted: int) -> int:
+    """``wanted``, or as many as the process may have descriptors for; raises the soft limit if that helps."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - SPARE_DESCRIPTORS))

@@ -15,13 +15,15 @@ import itertools
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from fastengine.frontend.engine_client import EngineClient
 from fastengine.frontend.errors import ApiError, engine_unavailable
-from fastengine.protocol.outputs import EngineError, EngineStatus, FinishReason, OutputBatch, TokenOutput, TopLogprobs
+from fastengine.frontend.request_traces import RequestTrace, RequestTraces
+from fastengine.protocol.outputs import FINISH_ABORT, FINISH_STOP, EngineError, EngineStatus, FinishReason, OutputBatch, TokenOutput, TopLogprobs
 from fastengine.protocol.requests import GenerateRequest, SamplingParams
 
 # The engine itself ends a request at its timeout; past this much more it counts as stuck.
@@ -90,10 +92,11 @@ class GenerationStream:
     Entering it sends the requests; leaving it in any way sends one abort for what still runs.
     """
 
-    def __init__(self, manager: RequestManager, request_id: str, requests: list[GenerateRequest]):
+    def __init__(self, manager: RequestManager, request_id: str, requests: list[GenerateRequest], trace: RequestTrace | None = None):
         self.request_id = request_id
         self._manager = manager
         self._requests = requests
+        self._trace = trace
         self._live: dict[int, RequestRecord] = {}  # by index
         self._changed: list[RequestRecord] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -106,11 +109,20 @@ class GenerationStream:
         return not self._live and not self._changed
 
     async def __aenter__(self) -> GenerationStream:
-        self._manager._begin(self, self._requests)
+        try:
+            self._manager._begin(self, self._requests)
+        except ApiError as error:
+            if self._trace is not None:
+                self._trace.submitted(str(error))
+            raise
+        if self._trace is not None:
+            self._trace.submitted()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._manager._end(self)
+        if self._trace is not None:
+            self._trace.ended(None if error is None else f"{type(error).__name__}: {error}")
 
     async def updates(self) -> list[SequenceUpdate]:
         """Wait for news and take all of it: one update per sequence that has any.
@@ -143,13 +155,18 @@ class GenerationStream:
             if record.pending is not None:
                 record.pending = None
                 self._changed.remove(record)
-            self._manager._drop([record])
+            self._manager._drop([record], FINISH_STOP)
+            self._ended_one()
 
     def interrupt(self, reason: Exception) -> None:
         """Make the reader's next :meth:`updates` raise ``reason``; the first reason counts."""
         if self._interruption is None:
             self._interruption = reason
             self._wake()
+
+    def _ended_one(self) -> None:
+        if self._trace is not None and not self._live:
+            self._trace.answered()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -167,8 +184,10 @@ class RequestManager:
     Runs on one event loop; nothing here blocks or is thread-safe.
     """
 
-    def __init__(self, engine: EngineClient, *, default_timeout_s: float, reject_while_paused: bool = False):
+    def __init__(self, engine: EngineClient, *, default_timeout_s: float, reject_while_paused: bool = False, traces: RequestTraces | None = None):
+        """``traces`` None: nobody looks at spans, and none are made."""
         self._engine = engine
+        self._traces = traces
         self._default_timeout_s = default_timeout_s
         self._reject_while_paused = reject_while_paused
         self._records: dict[int, RequestRecord] = {}
@@ -192,7 +211,6 @@ class RequestManager:
         priority: int = 0,
         timeout_s: float | None = None,
         cache_salt: str = "",
-        trace_parent: str = "",
     ) -> GenerationStream:
         """A stream to enter with ``async with``.
 
@@ -201,6 +219,7 @@ class RequestManager:
         """
         single = len(sequences) == 1
         now_s = time.time()
+        trace = None if self._traces is None else self._traces.begin(request_id)
         requests = [
             GenerateRequest(
                 request_id=request_id if single else f"{request_id}#{i}",
@@ -214,11 +233,11 @@ class RequestManager:
                 priority=priority,
                 timeout_s=timeout_s if timeout_s is not None else self._default_timeout_s,
                 cache_salt=cache_salt,
-                trace_parent=trace_parent,
+                trace_parent="" if trace is None else trace.trace_parent,
             )
             for i, sequence in enumerate(sequences)
         ]
-        return GenerationStream(self, request_id, requests)
+        return GenerationStream(self, request_id, requests, trace)
 
     def check_accepting(self) -> None:
         """Raise ApiError 503 when a new request could not run. Cheap: called before any other work."""
@@ -231,6 +250,12 @@ class RequestManager:
             raise engine_unavailable("the engine is shutting down", retry_after_s=10)
         if self._reject_while_paused and (status.paused or status.sleeping):
             raise engine_unavailable("the engine is paused", retry_after_s=1)
+
+    def end_all(self, reason: ApiError) -> int:
+        """Make every stream's reader raise ``reason``; how many there were."""
+        for stream in list(self._streams.values()):
+            stream.interrupt(reason)
+        return len(self._streams)
 
     # -- called by the streams ----------------------------------------------------------------
 
@@ -266,8 +291,8 @@ class RequestManager:
         if records:
             self._drop(records)
 
-    def _drop(self, records: list[RequestRecord]) -> None:
-        self._engine.abort([record.handle for record in records])
+    def _drop(self, records: list[RequestRecord], reason: Literal["abort", "stop"] = FINISH_ABORT) -> None:
+        self._engine.abort([record.handle for record in records], reason)
         for record in records:
             self._forget(record)
 
@@ -306,6 +331,7 @@ class RequestManager:
         if output.finish_reason is not None:
             del stream._live[record.index]
             self._forget(record)
+            stream._ended_one()
 
     def on_status(self, before: EngineStatus, now: EngineStatus) -> None:
         """End every request when the engine that had them is gone.

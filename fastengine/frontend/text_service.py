@@ -1,9 +1,10 @@
 """Templates and tokenization off the event loop.
 
 A single thread takes all prompts that wait as one batch: while it works, the next batch gathers. A
-lone request so goes at once, and a crowd shares the tokenizer's parallel ``encode_batch``. Requests
+lone request so goes at once, and a crowd shares the tokenizer's parallel ``encode_batch``. Long texts,
+which take much of a second each, have a thread of their own, so that they delay only one another. Requests
 that bring a template of their own are rendered by another thread, so a slow one delays only its kind;
-grammars are compiled, to be refused if they are bad, by a third.
+grammars are compiled, to be refused if they are bad, by one more.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from fastengine.text.grammar import GrammarCompiler
 
 MAX_WAITING_PROMPTS = 8192
+# Characters past which a text counts as long: the worst ones (one endless word) take a microsecond each.
+LONG_TEXT = 32 << 10
+MAX_WAITING_LONG_TEXTS = 64
 MAX_WAITING_RENDERS = 64
 MAX_WAITING_GRAMMARS = 64
 # How special tokens are added: a rendered template gets exactly one BOS, a text those of the tokenizer, or none.
@@ -61,6 +65,14 @@ class _Job:
     source: str | Callable[[], str]
     kind: PromptKind
     result: asyncio.Future[EncodedPrompt]
+    param: str | None  # where too long a text is refused in the name of this field
+
+
+@dataclass(frozen=True)
+class _LongText:
+    """What a template yielded: to be encoded in the long texts' thread."""
+
+    text: str
 
 
 def load_model_text(config: ModelConfig) -> ModelText:
@@ -96,6 +108,8 @@ class TextService:
         self._busy = False
         self._num_renders = 0
         self._encoder = ThreadPoolExecutor(1, "encode")
+        self._long_encoder = ThreadPoolExecutor(1, "encode-long")
+        self._num_long = 0
         self._renderer = ThreadPoolExecutor(1, "render")
         self._compiling = ThreadPoolExecutor(1, "grammar")
         self._compiler: GrammarCompiler | None = None
@@ -117,6 +131,7 @@ class TextService:
 
     def close(self) -> None:
         self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._long_encoder.shutdown(wait=False, cancel_futures=True)
         self._renderer.shutdown(wait=False, cancel_futures=True)
         self._compiling.shutdown(wait=False, cancel_futures=True)
 
@@ -157,19 +172,56 @@ class TextService:
         finally:
             self._num_renders -= 1
 
-    async def encode(self, source: str | Callable[[], str], kind: PromptKind) -> EncodedPrompt:
+    async def encode(self, source: str | Callable[[], str], kind: PromptKind, *, param: str | None = None) -> EncodedPrompt:
         """The token ids of a text, or of the text that calling ``source`` (a template) yields.
 
-        Raises what ``source`` raises, TokenizerError, and ApiError 429 when too many wait.
+        With ``param``, the field it came from, a text that can't fit the model's context is refused before it is
+        tokenized: ApiError 400. Raises what ``source`` raises, TokenizerError, and ApiError 429 when too many wait.
         """
+        job = _Job(source, kind, asyncio.get_running_loop().create_future(), param)
+        if isinstance(source, str) and len(source) > LONG_TEXT:
+            self._encode_long(job, source)
+            return await job.result
         if len(self._waiting) >= MAX_WAITING_PROMPTS:
             raise ApiError(429, f"{MAX_WAITING_PROMPTS} prompts are waiting for the tokenizer", retry_after_s=1.0)
-        job = _Job(source, kind, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         if not self._busy:
             self._busy = True
             self._start_batch()
         return await job.result
+
+    def _encode_long(self, job: _Job, text: str) -> None:
+        """Settles ``job.result``, at once with an error where the text is too long or too many wait."""
+        if self._num_long >= MAX_WAITING_LONG_TEXTS:
+            job.result.set_exception(ApiError(429, f"{MAX_WAITING_LONG_TEXTS} long prompts are waiting for the tokenizer", retry_after_s=1.0))
+            return
+        self._num_long += 1
+        done = asyncio.get_running_loop().run_in_executor(self._long_encoder, self._encode_text, job, text)
+        done.add_done_callback(lambda future: self._finish_long(job, future))
+
+    def _finish_long(self, job: _Job, done: asyncio.Future[EncodedPrompt]) -> None:
+        self._num_long -= 1
+        if job.result.done():
+            done.cancelled() or done.exception()  # its request was cancelled meanwhile
+        elif done.cancelled():
+            job.result.cancel()
+        else:
+            error = done.exception()
+            if error is not None:
+                job.result.set_exception(error)
+            else:
+                job.result.set_result(done.result())
+
+    def _encode_text(self, job: _Job, text: str) -> EncodedPrompt:
+        assert self.model is not None
+        if job.result.cancelled():
+            return EncodedPrompt(text, [])  # nobody waits for it
+        if job.param is not None:
+            check_can_fit(job.param, text, self.model)
+        ((_, outcome),) = self._encode_texts([(0, text)], job.kind)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def _start_batch(self) -> None:
         batch, self._waiting = [job for job in self._waiting if not job.result.done()], []
@@ -179,7 +231,7 @@ class TextService:
         done = asyncio.get_running_loop().run_in_executor(self._encoder, self._encode_batch, batch)
         done.add_done_callback(lambda future: self._finish_batch(batch, future))
 
-    def _finish_batch(self, batch: list[_Job], done: asyncio.Future[list[EncodedPrompt | Exception]]) -> None:
+    def _finish_batch(self, batch: list[_Job], done: asyncio.Future[list[EncodedPrompt | _LongText | Exception]]) -> None:
         if done.cancelled():
             for job in batch:
                 job.result.cancel()
@@ -189,19 +241,24 @@ class TextService:
                 continue  # its request was cancelled meanwhile
             if isinstance(outcome, Exception):
                 job.result.set_exception(outcome)
+            elif isinstance(outcome, _LongText):
+                self._encode_long(job, outcome.text)
             else:
                 job.result.set_result(outcome)
         self._start_batch()
 
-    def _encode_batch(self, batch: list[_Job]) -> list[EncodedPrompt | Exception]:
+    def _encode_batch(self, batch: list[_Job]) -> list[EncodedPrompt | _LongText | Exception]:
         """One outcome per job, in their order: a text that fails fails alone."""
-        outcomes: list[EncodedPrompt | Exception] = []
+        outcomes: list[EncodedPrompt | _LongText | Exception] = []
         texts: dict[PromptKind, list[tuple[int, str]]] = {}
         for row, job in enumerate(batch):
             try:
                 text = job.source if isinstance(job.source, str) else job.source()
             except Exception as error:  # noqa: BLE001 - handed to the request it belongs to
                 outcomes.append(error)
+                continue
+            if len(text) > LONG_TEXT:
+                outcomes.append(_LongText(text))
             else:
                 outcomes.append(EncodedPrompt(text, []))
                 texts.setdefault(job.kind, []).append((row, text))
@@ -226,3 +283,11 @@ class TextService:
             return
         for (row, text), token_ids in zip(rows, encoded, strict=True):
             yield row, EncodedPrompt(text, token_ids)
+
+
+def check_can_fit(param: str, text: str, model: ModelText) -> None:
+    """Raise ApiError 400 for a text of more tokens than the model's context holds, if its length alone says so."""
+    fewest = model.tokenizer.fewest_tokens(text)
+    if fewest > model.max_model_len:
+        message = f"the prompt has {len(text)} characters, at least {fewest} tokens; the model's context has {model.max_model_len}"
+        raise bad_request(param, message, code="context_length_exceeded")

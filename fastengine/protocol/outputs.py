@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-FINISH_STOP: FinishReason = "stop"
+FINISH_STOP: Literal["stop"] = "stop"
 FINISH_LENGTH: FinishReason = "length"
-FINISH_ABORT: FinishReason = "abort"
+FINISH_ABORT: Literal["abort"] = "abort"
 FINISH_ERROR: FinishReason = "error"
 
 
@@ -50,6 +50,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_output_tokens: int | None = None  # with finish_reason: all of the sequence's, the stop token included
     weight_version: str | None = None  # with finish_reason
     error: EngineError | None = None  # with finish_reason "error"
+    embedding: bytes | None = None  # float32 little-endian [hidden]; with the first output, if pooling was asked for
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag="outputs", array_like=True):

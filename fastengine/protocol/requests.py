@@ -88,14 +88,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag="generate", kw_only=True)
     timeout_s: float | None = None  # from arrival; past it the request ends with an error
     cache_salt: str = ""
     adapter: str = ""
-    trace_parent: str = ""
+    trace_parent: str = ""  # W3C traceparent of the spans this request yields; empty unless they are wanted
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop these sequences, named by the sender's own handles. Unknown handles are ignored."""
+    """Stop these sequences, named by the sender's own handles. Unknown handles are ignored.
+
+    ``reason`` is what they count as: ``stop`` when the sender has found a stop string in their text.
+    """
 
     client_index: int
     handles: list[int]
+    reason: Literal["abort", "stop"] = "abort"
 
 
 class ClientHello(msgspec.Struct, frozen=True, tag="hello"):

@@ -74,6 +74,13 @@ class SlotLogprobs(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[TopLogprobs]
 
 
+class SlotEmbedding(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt's pooled hidden states, float32 little-endian [hidden], in the step that ends the prompt."""
+
+    slot: int
+    data: bytes
+
+
 class StepResult(msgspec.Struct, frozen=True, tag="result", array_like=True, kw_only=True):
     """Rank 0's answer to a plan. Rows are the slots that sampled: decodes, then finished chunks."""
 
@@ -85,13 +92,15 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", array_like=True, kw_
     errors: list[RowError] = []
     forward_us: int = 0
     sample_us: int = 0
+    embeddings: list[SlotEmbedding] = []
 
 
 class WorkerCommand(msgspec.Struct, frozen=True, tag="command", array_like=True, kw_only=True):
     """Anything that is not a step, in order with the steps; every rank answers with a WorkerReply.
 
     ``name`` is one of ``init_cache, prepare_weights, commit_weights, discard_weights, load_weights,
-    update_tensors, checksum, sleep, wakeup, profile, log_level, ping, shutdown``; the arguments of each are documented at its handler in the worker.
+    update_tensors, checksum, sleep, wakeup, profile, log_level, ping, shutdown, store_blocks, load_blocks``; the arguments of each are
+    documented at its handler in the worker. The last two are answered when they are done, other messages meanwhile.
     """
 
     command_id: int

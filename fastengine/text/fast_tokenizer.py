@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import tokenizers
 
+from fastengine.text.length_bound import length_bound
 from fastengine.text.token_pieces import TokenPieces, pieces_from_decoder
 from fastengine.text.tokenizer import Tokenizer, TokenizerError, unknown_token_id
 
@@ -37,6 +38,7 @@ class FastTokenizer(Tokenizer):
         self.chat_templates = dict(chat_templates)
         self.add_bos = bos_token_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_token_id]
         self.pieces = pieces if pieces is not None else _derived_pieces(backend, added.keys(), min_vocab_size)
+        self._length_bound = length_bound(backend, self.pieces)
         self.vocab_size = len(self.pieces.bytes_of) if self.pieces else max(backend.get_vocab_size(), min_vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -58,6 +60,9 @@ class FastTokenizer(Tokenizer):
         except (IndexError, OverflowError):
             unknown = next(i for i in token_ids if not 0 <= i < self.vocab_size)
             raise unknown_token_id(unknown, self.vocab_size) from None
+
+    def fewest_tokens(self, text: str) -> int:
+        return 0 if self._length_bound is None else self._length_bound.fewest_tokens(text)
 
     def token_text(self, token_id: int) -> str:
         if not 0 <= token_id < self.vocab_size:

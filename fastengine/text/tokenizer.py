@@ -59,6 +59,10 @@ class Tokenizer(ABC):
             raise unknown_token_id(token_id, self.vocab_size)
         return self.pieces.bytes_of[token_id]
 
+    def fewest_tokens(self, text: str) -> int:
+        """A count of tokens that ``text`` has at least, found without tokenizing it; 0 where nothing is known."""
+        return 0
+
     def encode_chat(self, rendered: str) -> list[int]:
         """Token ids of a rendered chat template, with exactly one BOS in front if the model wants one."""
         return self.with_one_bos(self.encode(rendered))

@@ -23,7 +23,7 @@ def test_health_says_what_is_true(start_server):
     assert reply.headers["retry-after"]
     gate.set()
     server.wait_ready()
-    for state, status in (("recovering", 200), ("stopping", 503), ("failed", 503), ("starting", 503), ("ready", 200)):
+    for state, status in (("recovering", 503), ("stopping", 503), ("failed", 503), ("starting", 503), ("ready", 200)):
         server.engine.set_state(state)
         server.on_loop(lambda: None)
         while server.http.get("/health").json()["state"] != state:

@@ -122,7 +122,7 @@ class ApiServer:
 
     async def _serve(self, listener: socket.socket) -> None:
         self.loop = asyncio.get_running_loop()
-        self.server = HttpServer(create_app(self.front), self.config.server)
+        self.server = HttpServer(create_app(self.front), self.config.server, end_requests=self.front.end_requests)
         self.front.start()
         self._started.set()
         await self.server.serve([listener])

@@ -144,8 +144,8 @@ def test_a_full_socket_refuses_requests_and_keeps_aborts_until_there_is_room():
         assert refused.value.status == 503
         assert sent <= channels.SEND_HWM
         client.abort([1, 2])
-        client.abort([3])
-        assert client._unsent_aborts == [1, 2, 3]
+        client.abort([3], "stop")
+        assert len(client._unsent_aborts) == 2
         context = zmq.Context()
         reader = channels.pull_socket(context, runtime.ipc_address(channels.INTAKE))
         messages: list[IntakeMessage] = []
@@ -153,12 +153,12 @@ def test_a_full_socket_refuses_requests_and_keeps_aborts_until_there_is_room():
         def read() -> bool:
             while reader.poll(0):
                 messages.append(msgspec.msgpack.decode(reader.recv(), type=IntakeMessage))
-            return isinstance(messages[-1], AbortRequest) if messages else False
+            return sum(isinstance(message, AbortRequest) for message in messages) == 2
 
         await until(read)
-        assert messages[-1].handles == [1, 2, 3]
-        assert len(messages) == sent + 2
-        assert client._unsent_aborts == []
+        assert messages[-2:] == [AbortRequest(0, [1, 2], "abort"), AbortRequest(0, [3], "stop")]
+        assert len(messages) == sent + 3
+        assert not client._unsent_aborts
         reader.close()
         context.term()
 

@@ -24,6 +24,7 @@ class RecordingEngine:
         self.status = EngineStatus(state="ready")
         self.sent: list[GenerateRequest] = []
         self.aborted: list[list[int]] = []
+        self.reasons: list[str] = []
         self.full = False
 
     def submit(self, requests: list[GenerateRequest]) -> None:
@@ -31,8 +32,9 @@ class RecordingEngine:
             raise ApiError(503, "full")
         self.sent += requests
 
-    def abort(self, handles: list[int]) -> None:
+    def abort(self, handles: list[int], reason: str = "abort") -> None:
         self.aborted.append(handles)
+        self.reasons.append(reason)
 
 
 def sequences(n: int = 1) -> list[SequenceInput]:

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from fastengine.frontend.errors import ApiError
-from fastengine.frontend.text_service import MAX_WAITING_GRAMMARS, TextService
+from fastengine.frontend.text_service import LONG_TEXT, MAX_WAITING_GRAMMARS, MAX_WAITING_LONG_TEXTS, TextService
 from fastengine.protocol.requests import GrammarSpec
-from tests.frontend.harness import BOS, ByteTokenizer, model_text
+from tests.frontend.harness import BOS, MAX_MODEL_LEN, ByteTokenizer, model_text
 
 
 def with_service(test: Callable[[TextService, ByteTokenizer], Awaitable[None]]) -> None:
@@ -154,5 +154,62 @@ def test_waiting_has_a_bound(monkeypatch):
         gate.set()
         await asyncio.gather(*tasks)
         assert await service.render(lambda: "x") == "x"
+
+    with_service(test)
+
+
+def test_a_long_text_delays_no_short_one():
+    """Sent as it is, or come out of a template: neither may stand in the short ones' way."""
+
+    async def test(service, tokenizer):
+        gate, texts = threading.Event(), []
+        encode = tokenizer.encode
+
+        def slow(text: str, *, add_special_tokens: bool = False) -> list[int]:
+            texts.append(text)
+            if len(text) > LONG_TEXT:
+                assert gate.wait(5)
+            return encode(text)
+
+        tokenizer.encode = slow
+        long = "x" * (LONG_TEXT + 1)
+        waiting = [asyncio.create_task(service.encode(source, "plain")) for source in (long, lambda: long)]
+        for i in range(5):
+            assert (await asyncio.wait_for(service.encode(f"short {i}", "plain"), 2)).text == f"short {i}"
+        assert not any(task.done() for task in waiting)
+        gate.set()
+        assert [len(encoded.token_ids) for encoded in await asyncio.gather(*waiting)] == [len(long)] * 2
+        assert texts.count(long) == 2
+
+    with_service(test)
+
+
+def test_a_text_that_can_not_fit_is_refused_before_it_is_tokenized():
+    async def test(service, tokenizer):
+        tokenizer.fewest_tokens = lambda text: len(text) // 8
+        text = "x" * (9 * MAX_MODEL_LEN)
+        for source in (text, lambda: text):
+            with pytest.raises(ApiError, match=f"prompt: the prompt has {len(text)} characters, at least {len(text) // 8} tokens") as caught:
+                await service.encode(source, "plain", param="prompt")
+            assert (caught.value.status, caught.value.param, caught.value.code) == (400, "prompt", "context_length_exceeded")
+        assert tokenizer.batches == []
+        assert len((await service.encode(text, "plain")).token_ids) == len(text)  # whoever only counts tokens may
+
+    with_service(test)
+
+
+def test_long_texts_that_wait_are_bounded():
+    async def test(service, tokenizer):
+        gate = threading.Event()
+        tokenizer.encode = lambda text, *, add_special_tokens=False: gate.wait(5) and [1]
+        long = "x" * (LONG_TEXT + 1)
+        waiting = [asyncio.create_task(service.encode(long, "plain")) for _ in range(MAX_WAITING_LONG_TEXTS)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="long prompts are waiting") as caught:
+            await service.encode(long, "plain")
+        assert caught.value.status == 429
+        gate.set()
+        assert [encoded.token_ids for encoded in await asyncio.gather(*waiting)] == [[1]] * MAX_WAITING_LONG_TEXTS
+        assert (await service.encode(long, "plain")).token_ids == [1]
 
     with_service(test)

@@ -44,7 +44,8 @@ def llama(llama_host: ModelHost) -> Driver:
 
 @pytest.fixture(scope="session")
 def smollm2_host(default_model: Path) -> ModelHost:
-    return loaded_host(default_model, block_size=16, max_model_len=1024)
+    """In float32, as the recorded answers were computed."""
+    return loaded_host(default_model, block_size=16, max_model_len=1024, quantization="none")
 
 
 @pytest.fixture

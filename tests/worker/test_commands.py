@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,13 @@ class Served:
         self.weights = random_weights(self.config)
         self.path = write_model(directory / "served", self.config, self.weights)
         self.host: ModelHost = loaded_host(self.path)
-        self.handlers = CommandHandlers(self.host)
+        self.later: SimpleQueue[WorkerReply] = SimpleQueue()
+        self.handlers = CommandHandlers(self.host, self.later.put)
 
     def send(self, name: str, **args: Any) -> WorkerReply:
-        return self.handlers.handle(WorkerCommand(command_id=3, name=name, args=args))
+        reply = self.handlers.handle(WorkerCommand(command_id=3, name=name, args=args))
+        assert reply is not None
+        return reply
 
     def do(self, name: str, **args: Any) -> dict[str, Any]:
         reply = self.send(name, **args)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
 from fastengine.protocol.requests import GrammarSpec, SamplingParams
+from fastengine.worker.model_host import ModelHost
 from fastengine.worker.sampler import forbidden_next
 from tests.worker.conftest import driver_of
 from tests.worker.driver import GREEDY, Driver, Request
+from tests.worker.models import NUM_BLOCKS
 
 PROMPT = [5, 6, 7, 8]
 EOS = 2
@@ -114,7 +119,7 @@ def test_top_k_of_one_is_greedy(llama: Driver) -> None:
 
 
 def test_draws_follow_the_distribution(llama: Driver) -> None:
-    params = SamplingParams(temperature=1.0, logit_bias={10: 50.0, 11: 50.0 + np.log(3.0)})
+    params = SamplingParams(temperature=1.0, logit_bias={10: 50.0, 11: 50.0 + math.log(3.0)})
     raw = run_one(llama, 1, logprobs=0, logit_bias={10: 90.0}).logprobs[0].logprob
     other = run_one(llama, 1, logprobs=0, logit_bias={11: 90.0}).logprobs[0].logprob
     share = 3 * np.exp(other - raw) / (1 + 3 * np.exp(other - raw))
@@ -139,3 +144,38 @@ def test_processed_logprobs_are_of_what_is_drawn_from(make_host, golden) -> None
     assert bound.logprob == pytest.approx(0.0, abs=1e-5)
     assert cooled.top_ids == plain.top_ids
     assert cooled.top_logprobs[0] > plain.top_logprobs[0] + 1e-3
+
+
+def test_a_row_that_an_operator_refuses_fails_alone(llama_host: ModelHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever got past the rules: the rows beside it must not notice."""
+    monkeypatch.setattr("fastengine.worker.sampling_table.check_sampling", lambda params, vocab_size: None)
+    llama_host.init_cache(NUM_BLOCKS, 0)
+    driver = driver_of(llama_host)
+    ways: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1e-300},
+        {"temperature": 1.0, "logprobs": 2, "presence_penalty": 0.5},
+        {"repetition_penalty": -1.0, "logprobs": 2},
+        {"logit_bias": {7: 3.0}},
+        {"grammar": GrammarSpec("regex", "[a-z]{20}")},
+    ]
+    params = [SamplingParams(**{"temperature": 0.0, **way}) for way in ways]
+    bad = {1, 3}
+    together = driver.run([Request(PROMPT, 4, sampling, seed=i) for i, sampling in enumerate(params)])
+    for i, request in enumerate(together):
+        if i in bad:
+            assert request.error is not None
+            assert "repetition" in request.error.message
+        else:
+            (alone,) = driver.run([Request(PROMPT, 4, params[i], seed=i)])
+            assert (request.error, request.output, len(request.logprobs)) == (None, alone.output, len(alone.logprobs))
+
+
+@pytest.mark.parametrize(
+    "way", [{"top_k": 10**12}, {"seed": 2**70}, {"logprobs": 10**6}, {"prompt_logprobs": 257}, {"min_tokens": 2.5}, {"temperature": "hot"}]
+)
+def test_values_that_the_table_cannot_hold_fail_their_row_alone(llama: Driver, way: dict[str, Any]) -> None:
+    good, bad = llama.run([Request(PROMPT, 3), Request(PROMPT, 3, SamplingParams(**{"temperature": 1.0, **way}))])
+    assert len(good.output) == 3
+    assert bad.error is not None
+    assert next(iter(way)) in bad.error.message

@@ -26,7 +26,7 @@ async def chat_prompt(service: TextService, text: ModelText, body: ChatCompletio
     try:
         # A template of the client's own may be slow: it must not hold up everybody's tokenization.
         source = await service.render(render) if body.chat_template is not None else render
-        encoded = await service.encode(source, "chat")
+        encoded = await service.encode(source, "chat", param="messages")
     except ChatTemplateError as error:
         raise bad_request("messages" if body.chat_template is None else "chat_template", str(error)) from None
     check_prompt_ids("messages", encoded.token_ids, text.spec.vocab_size)

@@ -77,7 +77,7 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
             if "" in given:
                 raise bad_request(param, "the prompt is empty")
             kind: PromptKind = "plain" if body.add_special_tokens is False else "special"
-            encoded = await asyncio.gather(*(self._front.text.encode(item, kind) for item in given))
+            encoded = await asyncio.gather(*(self._front.text.encode(item, kind, param=param) for item in given))
             prompts = [Prompt(row.token_ids, row.text) for row in encoded]
         elif all(isinstance(item, list) for item in given):
             prompts = [Prompt(item) for item in given]

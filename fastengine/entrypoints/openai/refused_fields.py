@@ -8,19 +8,10 @@ from fastengine.frontend.errors import bad_request
 
 # Field -> the values that ask for nothing, next to null.
 REFUSED_BY_ALL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_json_object": (False,),
-    "guided_regex": (),
     "guided_whitespace_pattern": (),
     "logits_processors": ([],),
     "logits_processors_args": ({},),
-    "response_format": ({"type": "text"},),
-    "structural_tag": (),
-    "structured_outputs": (),
     "use_beam_search": (False,),
 }
 REFUSED_BY_CHAT: dict[str, tuple[Any, ...]] = {
@@ -30,14 +21,9 @@ REFUSED_BY_CHAT: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    # Without tools there is no call to make, in parallel or otherwise.
-    "parallel_tool_calls": (True, False),
     "prediction": (),
-    "reasoning_max_tokens": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }

@@ -6,25 +6,20 @@ from fastengine.entrypoints.openai.request_types import GenerationFields
 from fastengine.frontend.errors import bad_request
 from fastengine.frontend.text_service import ModelText
 from fastengine.protocol.requests import SamplingParams
+from fastengine.sampling_rules import SamplingError, check_sampling
 
+# SamplingParams' names -> the requests' own, where they differ.
+FIELDS = {"bad_words_token_ids": "bad_words", "reasoning": "reasoning_max_tokens"}
 _MASK = 2**64 - 1
 SEED_MASK = 2**63 - 1
 
 
 def sampling_params(request: GenerationFields, text: ModelText, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """The parameters all sequences of ``request`` share; raises ApiError 400 naming the field."""
-    vocab_size = text.spec.vocab_size
-    min_tokens = request.min_tokens or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise bad_request("min_tokens", f"{min_tokens} is more than max_tokens ({max_tokens})")
-    stop_token_ids = tuple(request.stop_token_ids or ())
-    for token_id in stop_token_ids:
-        if token_id >= vocab_size:
-            raise bad_request("stop_token_ids", f"token id {token_id} is outside of the vocabulary ({vocab_size} tokens)")
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    return SamplingParams(
+    params = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
+        min_tokens=request.min_tokens or 0,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
@@ -33,9 +28,9 @@ def sampling_params(request: GenerationFields, text: ModelText, *, max_tokens: i
         repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
-        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        logit_bias=_logit_bias(request.logit_bias or {}),
         bad_words_token_ids=_bad_words(request.bad_words or [], text),
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
@@ -43,6 +38,16 @@ def sampling_params(request: GenerationFields, text: ModelText, *, max_tokens: i
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
     )
+    return checked(params, text)
+
+
+def checked(params: SamplingParams, text: ModelText) -> SamplingParams:
+    """``params``, if they can be followed. Raises ApiError 400 naming the request's field."""
+    try:
+        check_sampling(params, text.spec.vocab_size)
+    except SamplingError as error:
+        raise bad_request(FIELDS.get(error.field, error.field), error.message) from None
+    return params
 
 
 def check_stream_options(request: GenerationFields) -> None:
@@ -50,15 +55,11 @@ def check_stream_options(request: GenerationFields) -> None:
         raise bad_request("stream_options", "only allowed when stream is true")
 
 
-def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
-    out = {}
-    for key, value in bias.items():
+def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    for key in bias:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise bad_request("logit_bias", f"{key[:32]!r} is not a token id")
-        if int(key) >= vocab_size:
-            raise bad_request("logit_bias", f"token id {key} is outside of the vocabulary ({vocab_size} tokens)")
-        out[int(key)] = value
-    return out
+    return {int(key): value for key, value in bias.items()}
 
 
 def _bad_words(words: list[str], text: ModelText) -> tuple[tuple[int, ...], ...]:

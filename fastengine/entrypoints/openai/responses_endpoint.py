@@ -1,0 +1,225 @@
+"""The Responses API: create, fetch, cancel and delete responses, and list their input."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive
+
+from fastengine.entrypoints import request_body
+from fastengine.entrypoints.openai.chat_job import prepare_chat
+from fastengine.entrypoints.openai.generation import check_model
+from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
+from fastengine.entrypoints.openai.request_types import ChatMessage
+from fastengine.entrypoints.openai.responses_input import chat_request, input_items, input_messages, rename
+from fastengine.entrypoints.openai.responses_run import ResponseJob, ResponseRun
+from fastengine.entrypoints.openai.responses_store import ResponseStore, StoredResponse, check_storable
+from fastengine.entrypoints.openai.responses_types import DeletedResponse, InputItemList, ResponseFailure, ResponseObject, ResponsesBody
+from fastengine.entrypoints.renamed_fields import renamed_fields
+from fastengine.entrypoints.responses import EventStream, EventWriter, JsonReply
+from fastengine.frontend.errors import ApiError, ClientDisconnected, bad_request
+from fastengine.frontend.front_end import FrontEnd
+from fastengine.frontend.text_service import ModelText
+from fastengine.protocol.control import AbortRequests
+
+logger = logging.getLogger(__name__)
+ABORT_TIMEOUT_S = 10.0
+MAX_LISTED = 100
+# Field -> the values that ask for nothing, next to null.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "context_management": ([],),
+    "conversation": (),
+    "max_tool_calls": (),
+    "prompt": (),
+    "prompt_cache_retention": (),
+    "service_tier": ("auto", "default"),
+}
+
+
+class ResponsesEndpoint:
+    def __init__(self, front: FrontEnd):
+        self._front = front
+        server = front.config.server
+        self._store = ResponseStore(
+            front.engine.runtime_dir, max_responses=server.max_stored_responses, max_bytes=int(server.stored_responses_mib * 2**20)
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- POST /v1/responses -----------------------------------------------------------------------
+
+    async def create(self, request: Request) -> Response:
+        front = self._front
+        front.manager.check_accepting()
+        raw = request_body.decode_object(await request_body.read_body(request, front.max_body_bytes))
+        refuse_unsupported(raw, REFUSED)
+        parsed = request_body.parse(raw, ResponsesBody, known_elsewhere=REFUSED, strict=front.config.server.strict_fields)
+        body = parsed.value
+        self._check(body)
+        response_id = f"resp_{uuid.uuid4().hex}"
+        request.state.request_id = response_id
+        text = await front.text.ready()
+        job = await self._prepare(body, response_id, text)
+        headers = {"X-Request-Id": response_id, **parsed.warning_headers()}
+        if body.stream:
+            return EventStream(lambda receive, writer: self._stream(job, text, receive, writer), request_id=response_id, headers=headers)
+        if body.background:
+            return JsonReply(await self._start_in_background(job, text), headers=headers)
+        try:
+            async with job.chat.run(front.manager, text, request.receive) as stream:
+                run = ResponseRun(job, text, front.text, stream)
+                await run.to_end()
+        except ClientDisconnected:
+            return Response(status_code=499)
+        await self._keep(job, run)
+        return JsonReply(run.response, headers=headers)
+
+    def _check(self, body: ResponsesBody) -> None:
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options", "only allowed when stream is true")
+        if body.previous_response_id is not None:
+            check_storable(self._store, "previous_response_id")
+        if body.store:
+            check_storable(self._store, "store")
+        if body.background:
+            check_storable(self._store, "background")
+            if body.stream:
+                raise bad_request("background", "a response in the background can't be streamed: fetch it with GET")
+            if body.store is False:
+                raise bad_request("background", "needs store: the response is fetched later")
+
+    async def _prepare(self, body: ResponsesBody, response_id: str, text: ModelText) -> ResponseJob:
+        model = check_model(body.model, self._front.served_names)
+        items = input_items(body.input)
+        history: list[ChatMessage] = []
+        if body.previous_response_id is not None:
+            previous = await self._fetch(body.previous_response_id, param="previous_response_id")
+            if previous.response.status not in ("completed", "incomplete"):
+                raise bad_request("previous_response_id", f"that response is {previous.response.status}, it can't be continued")
+            history = previous.history
+        history = [*history, *input_messages(items)]
+        chat = chat_request(body, history)
+        with renamed_fields(rename):
+            job = await prepare_chat(self._front.text, text, chat, request_id=response_id, model=model)
+        return ResponseJob(job, body, items, history, stored=body.store is not False and self._store.enabled)
+
+    async def _stream(self, job: ResponseJob, text: ModelText, receive: Receive, writer: EventWriter) -> None:
+        async with job.chat.run(self._front.manager, text, receive) as stream:
+            run = ResponseRun(job, text, self._front.text, stream)
+            await run.write_events(writer)
+        await self._keep(job, run)
+
+    async def _keep(self, job: ResponseJob, run: ResponseRun) -> None:
+        if job.stored:
+            await self._store.put(StoredResponse(response=run.response, input_items=job.input_items, history=run.history(), owner=os.getpid()))
+
+    # -- in the background ------------------------------------------------------------------------
+
+    async def _start_in_background(self, job: ResponseJob, text: ModelText) -> ResponseObject:
+        """The response as it stands once the engine has the request. Raises what keeps it from getting there."""
+        begun: asyncio.Future[ResponseObject] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._work(job, text, begun))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(begun)
+
+    async def _work(self, job: ResponseJob, text: ModelText, begun: asyncio.Future[ResponseObject]) -> None:
+        try:
+            async with job.chat.run(self._front.manager, text, never) as stream:
+                run = ResponseRun(job, text, self._front.text, stream)
+                await self._keep(job, run)
+                begun.set_result(msgspec.structs.replace(run.response))
+                try:
+                    await run.to_end()
+                except ApiError as error:
+                    run.fail(error)
+            await self._keep(job, run)
+        except Exception as error:
+            if begun.done():
+                logger.exception("%s: failed in the background", job.id)
+            else:
+                begun.set_exception(error)
+
+    # -- /v1/responses/{id} -----------------------------------------------------------------------
+
+    async def get(self, request: Request) -> Response:
+        for name in ("stream", "starting_after", "include"):
+            value = request.query_params.get(name, "")
+            if value not in ("", "false"):
+                raise bad_request(name, "this parameter is not supported", code="unsupported_field")
+        return JsonReply((await self._fetch(request.path_params["response_id"])).response)
+
+    async def cancel(self, request: Request) -> Response:
+        record = await self._fetch(request.path_params["response_id"])
+        response = record.response
+        if not response.background:
+            raise bad_request("response_id", "only a response in the background can be cancelled")
+        if response.status == "in_progress" and await self._abort(response.id):
+            # Its own process learns of the abort, too, and writes the same with what had been generated.
+            response.status = "cancelled"
+        return JsonReply(response)
+
+    async def delete(self, request: Request) -> Response:
+        record = await self._fetch(request.path_params["response_id"])
+        if record.response.status == "in_progress":
+            raise ApiError(409, "response_id: this response is in progress: cancel it first", param="response_id")
+        await self._store.delete(record.response.id)
+        return JsonReply(DeletedResponse(id=record.response.id))
+
+    async def input_items(self, request: Request) -> Response:
+        items = (await self._fetch(request.path_params["response_id"])).input_items
+        query = request.query_params
+        limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
+        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= MAX_LISTED):
+            raise bad_request("limit", f"expected a number from 1 to {MAX_LISTED}")
+        if order not in ("asc", "desc"):
+            raise bad_request("order", "expected asc or desc")
+        if order == "desc":
+            items = items[::-1]
+        if after is not None:
+            place = next((i for i, item in enumerate(items) if item["id"] == after), None)
+            if place is None:
+                raise bad_request("after", "there is no item of this id")
+            items = items[place + 1 :]
+        page = items[: int(limit)]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        return JsonReply(InputItemList(data=page, first_id=first, last_id=last, has_more=len(page) < len(items)))
+
+    async def _fetch(self, response_id: str, *, param: str = "response_id") -> StoredResponse:
+        """Raises ApiError 404. What a process was working on when it died has failed."""
+        try:
+            record = await self._store.get(response_id)
+        except ApiError as error:
+            raise ApiError(error.status, f"{param}: {error.message}", param=param, code=error.code) from None
+        response = record.response
+        if response.status == "in_progress" and not _is_alive(record.owner):
+            response.status, response.error = "failed", ResponseFailure(code="server_error", message="the process that worked on it died")
+        return record
+
+    async def _abort(self, response_id: str) -> bool:
+        """Whether it was running until now."""
+        reply = await self._front.engine.control(AbortRequests(req_ids=(response_id,)), timeout_s=ABORT_TIMEOUT_S)
+        if reply.error is not None:
+            raise ApiError.from_engine(reply.error)
+        return bool(reply.result.get("aborted"))
+
+
+async def never() -> Message:
+    """Receives nothing: a response in the background has no client that could go away."""
+    return await asyncio.get_running_loop().create_future()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

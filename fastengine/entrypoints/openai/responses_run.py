@@ -1,0 +1,164 @@
+"""One response from its job to its end: read by a reply, a stream of events, or a task in the background."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fastengine.entrypoints.openai.chat_job import ChatJob, ChatReader
+from fastengine.entrypoints.openai.endpoint import raise_error
+from fastengine.entrypoints.openai.logprobs import chat_logprobs
+from fastengine.entrypoints.openai.request_types import ChatMessage
+from fastengine.entrypoints.openai.response_types import TokenLogprob
+from fastengine.entrypoints.openai.responses_input import output_messages
+from fastengine.entrypoints.openai.responses_output import EventNumbers, Fields, OutputItems
+from fastengine.entrypoints.openai.responses_types import (
+    IncompleteDetails,
+    InputTokensDetails,
+    Item,
+    OutputTokensDetails,
+    ReasoningConfig,
+    ReasoningItem,
+    ResponseFailure,
+    ResponseObject,
+    ResponsesBody,
+    ResponsesUsage,
+    TextConfig,
+    TextFormat,
+)
+from fastengine.entrypoints.responses import EventWriter
+from fastengine.frontend.errors import ApiError
+from fastengine.frontend.text_service import ModelText, TextService
+from fastengine.frontend.text_stream import TextStream, TextUpdate
+
+
+@dataclass(frozen=True)
+class ResponseJob:
+    """``history`` is the conversation before the answer, without instructions."""
+
+    chat: ChatJob
+    body: ResponsesBody
+    input_items: list[Item]
+    history: list[ChatMessage]
+    stored: bool
+
+    @property
+    def id(self) -> str:
+        return self.chat.request_id
+
+
+def new_response(job: ResponseJob) -> ResponseObject:
+    body, sampling = job.body, job.chat.sampling
+    return ResponseObject(
+        id=job.id,
+        created_at=job.chat.created,
+        status="in_progress",
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=job.chat.model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning=body.reasoning or ReasoningConfig(),
+        store=job.stored,
+        temperature=sampling.temperature,
+        text=TextConfig(format=(body.text.format if body.text is not None else None) or TextFormat()),
+        tool_choice=body.tool_choice if body.tool_choice is not None else "auto",
+        tools=body.tools or [],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=sampling.top_p,
+        user=body.user,
+    )
+
+
+class ResponseRun:
+    """Reads the stream of a job's one sequence and keeps :attr:`response` up to date."""
+
+    def __init__(self, job: ResponseJob, text: ModelText, service: TextService, stream: TextStream):
+        self.response = new_response(job)
+        self._job = job
+        self._text = text
+        self._service = service
+        self._stream = stream
+        self._reader = ChatReader(job.chat, stream)
+        self._items = OutputItems()
+        self._reason: str | None = None
+
+    async def to_end(self) -> None:
+        """Raises ApiError when the request failed."""
+        while not self._stream.finished:
+            for update in await self._updates():
+                for _ in self._take(update):
+                    pass
+        await self._finish()
+
+    async def write_events(self, writer: EventWriter) -> None:
+        """The same, told as events. Nothing is written before the first update; what fails after it is a last event."""
+        numbers = EventNumbers()
+        try:
+            while not self._stream.finished:
+                updates = await self._updates()
+                events = []
+                if updates and not writer.started:
+                    events += [numbers.of_response(kind, self.response) for kind in ("created", "in_progress")]
+                events += [numbers.event(kind, fields) for update in updates for kind, fields in self._take(update)]
+                if events:
+                    await writer.write(b"".join(events))
+            await self._finish()
+        except ApiError as error:
+            if not writer.started:
+                raise
+            self.fail(error)
+        outcome = "failed" if self.response.status == "cancelled" else self.response.status
+        await writer.write(numbers.of_response(outcome, self.response))
+
+    def fail(self, error: ApiError) -> None:
+        self.response.status = "failed"
+        self.response.error = ResponseFailure(code="rate_limit_exceeded" if error.status == 429 else "server_error", message=error.message)
+        self.response.output = self._items.items
+
+    def history(self) -> list[ChatMessage]:
+        return [*self._job.history, *output_messages(self.response.output)]
+
+    async def _updates(self) -> list[TextUpdate]:
+        updates = await self._stream.updates()
+        raise_error(updates)
+        return updates
+
+    def _take(self, update: TextUpdate) -> Iterator[tuple[str, Fields]]:
+        logprobs: list[TokenLogprob] = []
+        if update.logprobs:
+            logprobs = chat_logprobs(update.token_ids, update.logprobs, self._text.tokenizer)
+        yield from self._items.add(self._reader.deltas(update), logprobs)
+        if update.finish_reason is not None:
+            self._reason = update.finish_reason
+            yield from self._items.close("completed" if update.finish_reason == "stop" else "incomplete")
+
+    async def _finish(self) -> None:
+        response = self.response
+        response.output = self._items.items
+        response.completed_at = int(time.time())
+        response.usage = await self._usage()
+        if self._reason == "stop":
+            response.status = "completed"
+        elif self._reason == "length":
+            response.status, response.incomplete_details = "incomplete", IncompleteDetails()
+        else:
+            response.status = "cancelled"
+            response.error = ResponseFailure(code="server_error", message="the request was aborted")
+
+    async def _usage(self) -> ResponsesUsage:
+        sequence = self._stream.sequences[0]
+        num_input, num_reasoning = len(self._job.chat.prompts[0].token_ids), 0
+        for item in self.response.output:
+            if isinstance(item, ReasoningItem):
+                num_reasoning += len((await self._service.encode(item.content[0].text, "plain")).token_ids)
+        return ResponsesUsage(
+            input_tokens=num_input,
+            input_tokens_details=InputTokensDetails(cached_tokens=sequence.num_cached_tokens),
+            output_tokens=sequence.num_output_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=min(num_reasoning, sequence.num_output_tokens)),
+            total_tokens=num_input + sequence.num_output_tokens,
+        )

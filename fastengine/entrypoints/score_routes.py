@@ -1,0 +1,183 @@
+"""POST /v1/score and /v1/rerank: how likely the model finds a query after a document.
+
+This is the query likelihood of language-model retrieval (Ponte and Croft 1998), with a large model as in
+UPR (Sachan et al. 2022)::
+
+    score(query, document) = exp(mean over the query's tokens of log p(token | document, tokens before it))
+
+The query's tokens are the same behind every document, so scores of one query can be compared; those of
+queries of different lengths or wordings can't.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from fastengine.entrypoints import request_body
+from fastengine.entrypoints.openai.generation import check_length, check_model, new_request_id, now_s
+from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
+from fastengine.entrypoints.responses import JsonReply, interrupted_by_disconnect
+from fastengine.entrypoints.score_types import (
+    Document,
+    PairFields,
+    RerankBody,
+    RerankReply,
+    RerankResult,
+    Score,
+    ScoreBody,
+    ScoreReply,
+    ScoreUsage,
+)
+from fastengine.frontend.errors import ApiError, ClientDisconnected, bad_request
+from fastengine.frontend.front_end import FrontEnd
+from fastengine.frontend.request_manager import SequenceInput
+from fastengine.frontend.text_service import ModelText
+from fastengine.protocol.outputs import TopLogprobs
+from fastengine.protocol.requests import SamplingParams
+from fastengine.protocol.tokens import pack_token_ids
+
+T = TypeVar("T", bound=PairFields)
+BEFORE_DOCUMENT, BEFORE_QUERY = "Document: ", "\nQuery:"
+# Its one token is never looked at: what counts stands in the prompt.
+SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+# Field -> the values that ask for nothing, next to null.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "activation": (),
+    "apply_softmax": (False,),
+    "label_token_ids": (),
+    "max_tokens_per_doc": (),
+    "mm_processor_kwargs": ({},),
+    "truncate_prompt_tokens": (),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A document with the query behind it: the last ``num_query`` tokens."""
+
+    token_ids: list[int]
+    num_query: int
+
+
+@dataclass
+class Scores:
+    values: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+
+
+class ScoreRoutes:
+    def __init__(self, front: FrontEnd):
+        self._front = front
+
+    async def score(self, request: Request) -> Response:
+        parsed, request_id, model = await self._begin(request, ScoreBody, "score")
+        body = parsed.value
+        queries = _texts("text_1", body.text_1, "queries", body.queries)
+        documents = _texts("text_2", body.text_2, "documents", body.documents)
+        if len(queries) not in (1, len(documents)):
+            raise bad_request("text_1", f"{len(queries)} queries for {len(documents)} documents: send one, or as many as documents")
+        queries *= len(documents) // len(queries)
+        try:
+            scores = await self._scores(request, body, request_id, queries, documents, "text_1", "text_2")
+        except ClientDisconnected:
+            return Response(status_code=499)
+        reply = ScoreReply(
+            id=request_id,
+            created=now_s(),
+            model=model,
+            data=[Score(index=i, score=value) for i, value in enumerate(scores.values)],
+            usage=ScoreUsage(prompt_tokens=scores.num_prompt_tokens, total_tokens=scores.num_prompt_tokens),
+        )
+        return JsonReply(reply, headers={"X-Request-Id": request_id, **parsed.warning_headers()})
+
+    async def rerank(self, request: Request) -> Response:
+        parsed, request_id, model = await self._begin(request, RerankBody, "rerank")
+        body = parsed.value
+        documents = [document if isinstance(document, str) else document.text for document in body.documents]
+        try:
+            scores = await self._scores(request, body, request_id, [body.query] * len(documents), documents, "query", "documents")
+        except ClientDisconnected:
+            return Response(status_code=499)
+        results = [RerankResult(index=i, relevance_score=value) for i, value in enumerate(scores.values)]
+        results.sort(key=lambda result: -result.relevance_score)
+        del results[body.top_n or len(results) :]
+        if body.return_documents is not False:
+            for result in results:
+                result.document = Document(text=documents[result.index])
+        usage = ScoreUsage(prompt_tokens=scores.num_prompt_tokens, total_tokens=scores.num_prompt_tokens)
+        reply = RerankReply(id=request_id, model=model, results=results, usage=usage)
+        return JsonReply(reply, headers={"X-Request-Id": request_id, **parsed.warning_headers()})
+
+    async def _begin(self, request: Request, kind: type[T], prefix: str) -> tuple[request_body.Parsed[T], str, str]:
+        """(the body, the request's id, the model's name)"""
+        front = self._front
+        front.manager.check_accepting()
+        raw = request_body.decode_object(await request_body.read_body(request, front.max_body_bytes))
+        refuse_unsupported(raw, REFUSED)
+        parsed = request_body.parse(raw, kind, known_elsewhere=REFUSED, strict=front.config.server.strict_fields)
+        model = check_model(parsed.value.model, front.served_names)
+        request_id = new_request_id(prefix, None)
+        request.state.request_id = request_id
+        return parsed, request_id, model
+
+    async def _scores(
+        self, request: Request, body: PairFields, request_id: str, queries: Sequence[str], documents: Sequence[str], query_param: str, param: str
+    ) -> Scores:
+        text = await self._front.text.ready()
+        pairs = await self._pairs(queries, documents, query_param, param, text)
+        stream = self._front.manager.generate(
+            request_id,
+            [SequenceInput(pack_token_ids(pair.token_ids), SAMPLING) for pair in pairs],
+            priority=body.priority or 0,
+            timeout_s=body.timeout_s,
+            cache_salt=body.cache_salt or "",
+        )
+        scores = Scores([0.0] * len(pairs), sum(len(pair.token_ids) for pair in pairs))
+        async with stream, interrupted_by_disconnect(request.receive, stream):
+            while not stream.finished:
+                for update in await stream.updates():
+                    if update.error is not None:
+                        raise ApiError.from_engine(update.error)
+                    if update.prompt_logprobs is not None:
+                        scores.values[update.index] = likelihood(update.prompt_logprobs, pairs[update.index].num_query)
+                    elif update.finish_reason == "abort":
+                        raise ApiError(503, "the request was aborted", retry_after_s=1.0)
+        return scores
+
+    async def _pairs(self, queries: Sequence[str], documents: Sequence[str], query_param: str, param: str, text: ModelText) -> list[Pair]:
+        service = self._front.text
+        # Tokenized apart, so that a query is the same tokens whatever stands before it.
+        distinct = list(dict.fromkeys(queries))
+        encoded_queries = await asyncio.gather(*(service.encode(" " + query.strip(), "plain") for query in distinct))
+        query_ids = {query: encoded.token_ids for query, encoded in zip(distinct, encoded_queries, strict=True)}
+        if not all(query.strip() for query in distinct):
+            raise bad_request(query_param, "the text is empty")
+        encoded_documents = await asyncio.gather(*(service.encode(BEFORE_DOCUMENT + document + BEFORE_QUERY, "special") for document in documents))
+        pairs = []
+        for i, (query, encoded) in enumerate(zip(queries, encoded_documents, strict=True)):
+            token_ids = encoded.token_ids + query_ids[query]
+            check_length(f"{param}[{i}]", len(token_ids), 1, text.max_model_len)
+            pairs.append(Pair(token_ids, len(query_ids[query])))
+        return pairs
+
+
+def likelihood(prompt_logprobs: Sequence[TopLogprobs | None], num_last: int) -> float:
+    """The geometric mean of the last ``num_last`` prompt tokens' probabilities."""
+    entries = prompt_logprobs[len(prompt_logprobs) - num_last :]
+    return math.exp(sum(entry.logprob for entry in entries if entry is not None) / num_last)
+
+
+def _texts(name: str, given: str | list[str] | None, other_name: str, other: str | list[str] | None) -> list[str]:
+    if given is not None and other is not None:
+        raise bad_request(other_name, f"is another name of {name}: send one of them")
+    chosen = given if given is not None else other
+    if chosen is None:
+        raise bad_request(name, "this field is required")
+    return [chosen] if isinstance(chosen, str) else list(chosen)

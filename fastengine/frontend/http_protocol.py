@@ -1,0 +1,143 @@
+"""HTTP connections with deadlines: a client must send its whole request in time, and only so many may be open.
+
+uvicorn's protocol has a clock for idle connections alone. Here one clock runs per request, from the connection's
+beginning (or a later request's first byte) until its last byte::
+
+    connection made ── headers ── body ── last byte        the reply takes as long as it takes
+    |<-------- request_read_timeout ----->|
+
+The body's reader (:class:`fastengine.entrypoints.http_gate.HttpGate`) answers 408 when that is over; a connection that has not
+even sent its headers, or goes on sending after its answer, is closed a little later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from fastengine.frontend.errors import ApiError
+
+# The scope's key of a ReadClock.
+READ_CLOCK = "fastengine.read_clock"
+# How much longer than the body's reader the connection waits.
+CLOSE_MARGIN_S = 1.0
+
+
+class ReadClock:
+    """When a request must have been read (the loop's time), and whether it has been."""
+
+    __slots__ = ("complete", "deadline")
+
+    def __init__(self, deadline: float):
+        self.deadline = deadline
+        self.complete = False
+
+
+class TimedProtocol(HttpToolsProtocol):
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        read_timeout_s: float,
+        max_connections: int,
+        on_all_closed: Callable[[], None],
+    ):
+        """``on_all_closed`` is called whenever the last open connection has been closed."""
+        super().__init__(config, server_state, app_state, _loop)
+        self._read_timeout_s = read_timeout_s
+        self._max_connections = max_connections
+        self._on_all_closed = on_all_closed
+        self._clock: ReadClock | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections:
+            self._refuse(ApiError(503, f"{self._max_connections} connections are open, the most this server takes", retry_after_s=1))
+        else:
+            self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_clock()
+        running = self._running
+        if running is not None and not running.response_complete:
+            # With pipelined requests it is not the newest one, which is all that uvicorn tells.
+            running.disconnected = True
+            running.message_event.set()
+        super().connection_lost(exc)
+        if not self.connections:
+            self._on_all_closed()
+
+    def data_received(self, data: bytes) -> None:
+        if self._clock is None:
+            self._start_clock()
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._clock is None:  # the second of two pipelined requests
+            self._start_clock()
+        self.scope[READ_CLOCK] = self._clock
+
+    def on_message_complete(self) -> None:
+        if self._clock is not None:
+            self._clock.complete = True
+        self._stop_clock()
+        super().on_message_complete()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self._running is None or self._running.response_complete:
+            self._running = self.cycle
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
+        super().on_response_complete()
+
+    def _start_clock(self) -> None:
+        self._clock = ReadClock(self.loop.time() + self._read_timeout_s)
+        self._alarm = self.loop.call_at(self._clock.deadline + CLOSE_MARGIN_S, self._out_of_time)
+
+    def _stop_clock(self) -> None:
+        self._clock = None
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _out_of_time(self) -> None:
+        if self.transport.is_closing():
+            return
+        running = self._running
+        if running is not None and not running.response_complete and not running.more_body:
+            # A request that was read in time is being answered: what is unfinished is another one behind it.
+            self._start_clock()
+            return
+        waits_for_headers = running is None or running.response_complete
+        if waits_for_headers and self.scope is not None and "method" not in self.scope:
+            self._refuse(ApiError(408, f"no complete request came within {self._read_timeout_s:g} s"))
+        else:
+            self.transport.abort()
+
+    def _refuse(self, error: ApiError) -> None:
+        body = json.dumps(error.body()).encode()
+        head = STATUS_LINE[error.status] + b"content-type: application/json\r\nconnection: close\r\n"
+        if error.retry_after_s is not None:
+            head += b"retry-after: %d\r\n" % error.retry_after_s
+        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()
+
+    @property
+    def is_answering(self) -> bool:
+        """A reply has begun and has not ended."""
+        return self._running is not None and self._running.response_started and not self._running.response_complete

@@ -1,0 +1,221 @@
+"""Connections that end early, dawdle, or are too many; and the end of the server with requests under way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from fastengine.frontend.http_server import SPARE_DESCRIPTORS, allowed_connections
+from tests.frontend.harness import ApiServer
+from tests.frontend.test_disconnect import CHAT, open_request
+
+COMPLETION = {"prompt": "x", "max_tokens": 3}
+LONG = {"prompt": "hi", "max_tokens": 4000, "ignore_eos": True}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n"
+RESET = struct.pack("ii", 1, 0)
+
+
+@pytest.fixture(autouse=True)
+def expected_log(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """The lines a test expects; none unless it says so: what clients do is no business of the log's."""
+    expected: list[str] = []
+    yield expected
+    records = [record for record in caplog.get_records("call") if record.levelno > logging.DEBUG and record.name != "httpx"]
+    assert [record.getMessage().partition(":")[0] for record in records] == expected
+    assert not any(record.exc_info for record in records)
+
+
+def connect(server: ApiServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10)
+
+
+def received(connection: socket.socket) -> bytes:
+    """All until the server closes."""
+    data = bytearray()
+    while piece := connection.recv(65536):
+        data += piece
+    return bytes(data)
+
+
+def is_closed(connection: socket.socket, within_s: float) -> bool:
+    ready, _, _ = select.select([connection], [], [], within_s)
+    return bool(ready) and connection.recv(65536) == b""
+
+
+def answers(server: ApiServer) -> bool:
+    return server.http.post("/v1/completions", json=COMPLETION).status_code == 200
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/generate", "/v1/score", "/tokenize"])
+def test_a_client_that_goes_away_while_it_sends(start_server, path: str, reset: bool) -> None:
+    server = start_server()
+    for piece in (b"", HEAD[:30], HEAD.replace(b"/v1/completions", path.encode()) + b'{"mo'):
+        connection = connect(server)
+        connection.sendall(piece)
+        time.sleep(0.02)
+        if reset:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        connection.close()
+    assert answers(server)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_while_it_is_answered(start_server, stream: bool, pipelined: bool) -> None:
+    server = start_server()
+    server.engine.step_s = 0.001
+    for _ in range(5):
+        connection = open_request(server, {**CHAT, "stream": stream})
+        if pipelined:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        if stream:
+            connection.recv(100)
+        else:
+            server.engine.wait_for(lambda: server.engine.num_running == 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        connection.close()
+        server.engine.wait_for(lambda: server.engine.num_running == 0)
+    assert answers(server)
+
+
+def test_a_body_that_does_not_come_is_a_408(start_server) -> None:
+    server = start_server(request_read_timeout=0.3)
+    connection = connect(server)
+    connection.sendall(HEAD + b'{"mo')
+    reply = received(connection)
+    assert reply.startswith(b"HTTP/1.1 408 ")
+    error = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
+    assert error["code"] == "request_timeout"
+    assert "--request-read-timeout" in error["message"]
+    assert answers(server)
+
+
+def test_headers_that_do_not_come_close_the_connection(start_server) -> None:
+    server = start_server(request_read_timeout=0.2)
+    silent, halting = connect(server), connect(server)
+    halting.sendall(HEAD[:40])
+    assert received(halting).startswith(b"HTTP/1.1 408 ")
+    assert is_closed(silent, 5)
+
+
+def test_a_trickle_does_not_keep_a_connection(start_server) -> None:
+    server = start_server(request_read_timeout=0.3)
+    connection = connect(server)
+    ended_at = time.monotonic() + 10
+    with pytest.raises(OSError):  # noqa: PT011 - reset or broken pipe
+        connection.sendall(HEAD.replace(b"500", b"500000"))
+        while time.monotonic() < ended_at:
+            connection.sendall(b" ")
+            time.sleep(0.02)
+
+
+def test_a_second_request_on_a_connection_has_its_own_time(start_server) -> None:
+    server = start_server(request_read_timeout=0.4)
+    connection = connect(server)
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for _ in range(3):  # idle in between for longer than a request may take
+        connection.sendall(request)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert not is_closed(connection, 1.6)
+
+
+def test_a_long_answer_is_not_cut_off(start_server) -> None:
+    server = start_server(request_read_timeout=0.2)
+    server.engine.step_s = 0.02
+    connection = open_request(server, {**CHAT, "max_tokens": 100, "stream": True})
+    connection.sendall(b"\r\nGET /heal")  # the beginning of another
+    reply = bytearray()
+    while b"[DONE]" not in reply:
+        piece = connection.recv(65536)
+        assert piece
+        reply += piece
+
+
+def test_only_so_many_connections(start_server) -> None:
+    server = start_server(max_connections=5)
+    server.http.close()
+    server.http = httpx.Client(base_url=server.url, timeout=20)
+    held = [connect(server) for _ in range(5)]
+    time.sleep(0.1)
+    refused = connect(server)
+    reply = received(refused)
+    assert reply.startswith(b"HTTP/1.1 503 ")
+    assert b"5 connections are open" in reply
+    for connection in held:
+        connection.close()
+    time.sleep(0.1)
+    assert answers(server)
+
+
+def test_descriptors_bound_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"now": (256, 1000)}
+    monkeypatch.setattr("resource.getrlimit", lambda kind: limits["now"])
+    monkeypatch.setattr("resource.setrlimit", lambda kind, wanted: limits.update(now=wanted))
+    assert allowed_connections(500) == 500
+    assert limits["now"] == (500 + SPARE_DESCRIPTORS, 1000)
+    assert allowed_connections(5000) == 1000 - SPARE_DESCRIPTORS
+
+
+def test_requests_are_told_when_the_drain_is_over(start_server, expected_log) -> None:
+    expected_log.append("3 requests had not finished within 0.3 s (--shutdown-timeout)")
+    server = start_server(shutdown_timeout=0.3)
+    server.engine.step_s = 0.01
+    replies: dict[str, httpx.Response] = {}
+
+    def ask(name: str, path: str, body: dict[str, object]) -> None:
+        replies[name] = httpx.post(server.url + path, json=body, timeout=20)
+
+    asked = [
+        ("whole", "/v1/completions", LONG),
+        ("stream", "/v1/chat/completions", {**CHAT, "stream": True}),
+        ("control", "/v1/pause", {"mode": "drain"}),
+    ]
+    clients = [threading.Thread(target=ask, args=each) for each in asked]
+    for client in clients[:2]:
+        client.start()
+    server.engine.wait_for(lambda: server.engine.num_running == 2)
+    server.engine.silent_control = True
+    clients[2].start()
+    server.engine.wait_for(lambda: bool(server.engine.commands))
+    uploading = connect(server)
+    uploading.sendall(HEAD + b'{"mo')
+    time.sleep(0.05)
+    began = time.monotonic()
+    server.loop.call_soon_threadsafe(server.server.stop)
+    for client in clients:
+        client.join(10)
+    server._thread.join(10)
+    assert time.monotonic() - began < 3
+    assert replies["whole"].status_code == 503
+    assert "the server is shutting down" in replies["whole"].json()["error"]["message"]
+    assert replies["whole"].headers["retry-after"]
+    events = [line[6:] for line in replies["stream"].text.splitlines() if line]
+    assert json.loads(events[-2])["error"]["message"] == "the server is shutting down"
+    assert events[-1] == "[DONE]"
+    assert replies["control"].status_code == 503
+    assert b"503" in received(uploading)
+    server.engine.wait_for(lambda: server.engine.num_running == 0)  # the aborts came through
+
+
+def test_what_finishes_in_time_is_answered(start_server) -> None:
+    server = start_server(shutdown_timeout=10)
+    server.engine.step_s = 0.005
+    replies: list[httpx.Response] = []
+    client = threading.Thread(target=lambda: replies.append(httpx.post(server.url + "/v1/completions", json={**LONG, "max_tokens": 60}, timeout=20)))
+    client.start()
+    server.engine.wait_for(lambda: server.engine.num_running == 1)
+    server.loop.call_soon_threadsafe(server.server.stop)
+    client.join(10)
+    server._thread.join(5)
+    assert not server._thread.is_alive()
+    assert replies[0].json()["usage"]["completion_tokens"] == 60
