@@ -116,9 +116,9 @@ class CacheConfig:
         require(self.swap_space >= 0, "swap_space", f"must not be negative, got {self.swap_space}")
         require_positive(self, "num_gpu_blocks_override", "kv_cache_memory_gib", "kv_storage_size")
         require(self.kv_storage_size is None or self.kv_storage_path is not None, "kv_storage_size", "needs --kv-storage-path")
+        require(self.swap_space == 0 or self.enable_prefix_caching, "swap_space", "needs prefix caching: what was swapped out is found by it alone")
         if self.kv_storage_path is not None:
             require(self.swap_space > 0, "kv_storage_path", "needs --swap-space: blocks reach the disk through the host's memory")
-            require(self.enable_prefix_caching, "kv_storage_path", "needs prefix caching: what is in files is found by it alone")
 
     @property
     def kv_storage_gib(self) -> float:

@@ -1,7 +1,7 @@
 """What a worker does beside steps: one handler per command, named as in WorkerCommand.
 
-A handler takes the command's ``args`` and returns the reply's ``result``. What it raises becomes the
-reply's ``error``: WeightsError, ModelFileError and ValueError with code 400, MemoryAsleep with 409 and
+A handler takes the command's ``args`` and returns the reply's ``result``; transfers of KV blocks are answered
+later, while steps and other commands go on. What a handler raises becomes the reply's ``error``: WeightsError, ModelFileError and ValueError with code 400, MemoryAsleep with 409 and
 OSError with 500, and the worker goes on. Anything else is a defect and ends the rank.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import paddle
 
 from fastengine.protocol.steps import WorkerCommand, WorkerReply
+from fastengine.worker.block_files import BlockFiles, BlockTransfers
 from fastengine.worker.memory import rss_bytes
 from fastengine.worker.model_host import ModelHost
 from fastengine.worker.sleeping import KV_CACHE, WEIGHT, MemoryAsleep, Sleeper
@@ -29,8 +30,11 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 class CommandHandlers:
     """The handlers and what they keep between commands."""
 
-    def __init__(self, host: ModelHost):
+    def __init__(self, host: ModelHost, reply_later: Callable[[WorkerReply], None]):
+        """``reply_later`` is called by another thread, with replies that :meth:`handle` did not give."""
         self._host = host
+        self._reply_later = reply_later
+        self._transfers: BlockTransfers | None = None
         self._updates = WeightUpdates(host)
         self._sleeper = Sleeper(host)
         self._profiler: paddle.profiler.Profiler | None = None
@@ -50,18 +54,26 @@ class CommandHandlers:
             "ping": self.ping,
             "shutdown": self.shutdown,
         }
+        self._transfer_handlers: dict[str, Callable[[BlockTransfers, int, Args], None]] = {
+            "store_blocks": self.store_blocks,
+            "load_blocks": self.load_blocks,
+        }
 
-    def handle(self, command: WorkerCommand) -> WorkerReply:
-        """The reply to ``command``; raises only what ends the rank."""
+    def handle(self, command: WorkerCommand) -> WorkerReply | None:
+        """The reply to ``command``, None if it comes later; raises only what ends the rank."""
         rank = self._host.tp.rank
 
         def failed(error: Exception, code: int) -> WorkerReply:
             return WorkerReply(command_id=command.command_id, rank=rank, error=str(error) or type(error).__name__, error_code=code)
 
         handler = self._handlers.get(command.name)
-        if handler is None:
-            return failed(ValueError(f"no such command: {command.name}"), 400)
+        transfer = self._transfer_handlers.get(command.name)
         try:
+            if transfer is not None:
+                transfer(self._ready_transfers(), command.command_id, command.args)
+                return None
+            if handler is None:
+                raise ValueError(f"no such command: {command.name}")
             return WorkerReply(command_id=command.command_id, rank=rank, result=handler(command.args))
         except MemoryAsleep as error:
             return failed(error, 409)
@@ -75,13 +87,31 @@ class CommandHandlers:
         self._sleeper.require_awake(WEIGHT, KV_CACHE)
 
     def init_cache(self, args: Args) -> Result:
-        """``{num_blocks, num_host_blocks?}``: take the KV memory and empty the batch. Result: ``{bytes}``."""
+        """``{num_blocks, num_host_blocks?, storage_dir?}``: take the KV memory and empty the batch. Result: ``{bytes}``.
+
+        ``storage_dir``: where each rank makes a directory for the blocks it keeps in files.
+        """
         self._sleeper.require_awake(KV_CACHE)
         num_blocks, num_host_blocks = int(args["num_blocks"]), int(args.get("num_host_blocks", 0))
         if num_blocks < 1 or num_host_blocks < 0:
             raise ValueError(f"num_blocks must be at least 1 and num_host_blocks not negative, got {num_blocks} and {num_host_blocks}")
+        self._end_transfers()
         self._host.init_cache(num_blocks, num_host_blocks)
-        return {"bytes": self._host.cache.nbytes if self._host.cache is not None else 0}
+        cache = self._host.cache
+        assert cache is not None
+        if args.get("storage_dir"):
+            rank = self._host.tp.rank
+            files = BlockFiles(Path(args["storage_dir"]) / f"rank-{rank}")
+            self._transfers = BlockTransfers(files, cache.host_block, rank, self._reply_later)
+        return {"bytes": cache.nbytes}
+
+    def store_blocks(self, transfers: BlockTransfers, command_id: int, args: Args) -> None:
+        """``{remove, keys, blocks}``: remove files, then write host blocks to the files of their keys. Result: ``{failed: [place, ...]}``."""
+        transfers.store(command_id, args["remove"], args["keys"], args["blocks"])
+
+    def load_blocks(self, transfers: BlockTransfers, command_id: int, args: Args) -> None:
+        """``{keys, blocks}``: read each key's file into its host block. Result: ``{failed: [place, ...]}``."""
+        transfers.load(command_id, args["keys"], args["blocks"])
 
     def prepare_weights(self, args: Args) -> Result:
         """``{source?, path?, format?, verify_checksum?}``: check new weights, touching nothing.
@@ -124,10 +154,12 @@ class CommandHandlers:
 
     def sleep(self, args: Args) -> Result:
         """``{tags?}`` of weight and kv_cache (default both): give memory back. Result: ``{rss_bytes, released_bytes, asleep}``."""
+        self._finish_transfers()
         return self._sleeper.sleep(args.get("tags") or (WEIGHT, KV_CACHE))
 
     def wakeup(self, args: Args) -> Result:
         """``{tags?}``: take it again, weights bit for bit, KV empty. Result: ``{rss_bytes, asleep}``."""
+        self._finish_transfers()
         return self._sleeper.wakeup(args.get("tags") or (WEIGHT, KV_CACHE))
 
     def profile(self, args: Args) -> Result:
@@ -152,8 +184,24 @@ class CommandHandlers:
 
     def shutdown(self, args: Args) -> Result:
         """``{}``: leave the loop after this reply."""
+        self._end_transfers()
         self.stopping = True
         return {}
+
+    def _ready_transfers(self) -> BlockTransfers:
+        self._sleeper.require_awake(KV_CACHE)
+        if self._transfers is None:
+            raise ValueError("no KV blocks are kept in files: init_cache had no storage_dir")
+        return self._transfers
+
+    def _finish_transfers(self) -> None:
+        if self._transfers is not None:
+            self._transfers.wait()
+
+    def _end_transfers(self) -> None:
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
 
     def _commit(self) -> Result:
         try:

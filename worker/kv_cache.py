@@ -3,7 +3,10 @@
 ::
 
     key, value     [num_blocks, kv_heads, block_size, head_dim]      one pair per layer
+    scales         float32 [num_blocks, kv_heads, block_size]        beside each of them if they are int8
     host           the same with num_host_blocks, on the host
+
+What lies where inside a block is up to the operators that read it; blocks are copied whole.
 """
 
 from __future__ import annotations
@@ -32,9 +35,14 @@ class KVShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Keys and values of all layers."""
-        elements = self.num_layers * self.num_kv_heads * self.block_size * self.head_dim
-        return 2 * elements * BYTES_PER_ELEMENT[self.dtype]
+        """Keys and values of all layers, with their scales."""
+        vectors = 2 * self.num_layers * self.num_kv_heads * self.block_size
+        scale_bytes = BYTES_PER_ELEMENT["float32"] if self.has_scales else 0
+        return vectors * (self.head_dim * BYTES_PER_ELEMENT[self.dtype] + scale_bytes)
+
+    @property
+    def has_scales(self) -> bool:
+        return self.dtype == "int8"
 
     def pool(self, num_blocks: int) -> tuple[int, int, int, int]:
         return (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
@@ -44,6 +52,16 @@ class KVShape:
 class LayerCache:
     key: Storage
     value: Storage
+    scales: tuple[Storage, ...] = ()  # of keys and of values
+
+    @classmethod
+    def of(cls, shape: KVShape, num_blocks: int, device: str) -> LayerCache:
+        pool = shape.pool(num_blocks)
+        scales = (Storage(pool[:3], "float32", device), Storage(pool[:3], "float32", device)) if shape.has_scales else ()
+        return cls(Storage(pool, shape.dtype, device), Storage(pool, shape.dtype, device), scales)
+
+    def storages(self) -> tuple[Storage, ...]:
+        return (self.key, self.value, *self.scales)
 
 
 class KVCache:
@@ -53,13 +71,8 @@ class KVCache:
         self.shape = shape
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
-
-        def layer_pools(blocks: int, where: str) -> list[LayerCache]:
-            pool = shape.pool(blocks)
-            return [LayerCache(Storage(pool, shape.dtype, where), Storage(pool, shape.dtype, where)) for _ in range(shape.num_layers)]
-
-        self.layers = layer_pools(num_blocks, device)
-        self.host_layers = layer_pools(num_host_blocks, "cpu") if num_host_blocks else []
+        self.layers = [LayerCache.of(shape, num_blocks, device) for _ in range(shape.num_layers)]
+        self.host_layers = [LayerCache.of(shape, num_host_blocks, "cpu") for _ in range(shape.num_layers)] if num_host_blocks else []
         self.allocate()
 
     def allocate(self) -> None:
@@ -86,12 +99,17 @@ class KVCache:
         for layer, host in zip(self.layers, self.host_layers, strict=True):
             _copy_blocks(host, pairs[:, 0], layer, pairs[:, 1])
 
+    def host_block(self, block: int) -> list[memoryview]:
+        """The memory of one host block as bytes: a piece for each pool of each layer, in the order of the layers."""
+        rows = (slice(block, block + 1),)
+        return [memoryview(storage.bits(rows)).cast("B") for layer in self.host_layers for storage in layer.storages()]
+
     def _storages(self) -> list[Storage]:
-        return [storage for layer in (*self.layers, *self.host_layers) for storage in (layer.key, layer.value)]
+        return [storage for layer in (*self.layers, *self.host_layers) for storage in layer.storages()]
 
 
 def _copy_blocks(source: LayerCache, source_ids: np.ndarray, target: LayerCache, target_ids: np.ndarray) -> None:
-    for read, write in ((source.key, target.key), (source.value, target.value)):
+    for read, write in zip(source.storages(), target.storages(), strict=True):
         write.copy_rows_from(read, source_ids, target_ids)
 
 

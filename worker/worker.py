@@ -27,7 +27,7 @@ class Worker:
         self._host = host
         self._link = link
         self._rank = host.tp.rank
-        self._commands = CommandHandlers(host)
+        self._commands = CommandHandlers(host, reply_later=self._send)
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._encoder = msgspec.msgpack.Encoder()
         self._steps_done = 0
@@ -44,7 +44,7 @@ class Worker:
             device=self._host.device,
             bytes_per_block=max(1, self._host.kv_shape().bytes_per_block),  # the null model keeps nothing
             num_blocks=self._host.num_blocks_that_fit(),
-            compiled_ops=custom_ops.compiled_ops(),
+            compiled_ops=self._host.compiled_ops(),
             load_s=load_s,
         )
         signals.set("ready", rank, 1)
@@ -61,7 +61,9 @@ class Worker:
                 self._step(request)
             else:
                 self.phase = "command"
-                self._send(self._commands.handle(request))
+                reply = self._commands.handle(request)
+                if reply is not None:
+                    self._send(reply)
 
     def _step(self, plan: StepPlan) -> None:
         self.phase, self.step_id = "step", plan.step_id
@@ -77,6 +79,7 @@ class Worker:
             self._send(result)
 
     def _send(self, message: FromWorker) -> None:
+        """From any thread: the encoder keeps nothing between calls, and the link takes one message at a time."""
         self._link.send(self._encoder.encode(message))
 
 

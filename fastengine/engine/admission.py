@@ -3,6 +3,7 @@
 The rules, in order; the first that fails names the error:
 
 * prompt: at least one token, every id in the vocabulary, ``prompt + 1 <= max_model_len`` -> 400
+* sampling settings (bias, grammar, stop tokens ...) must fit one message beside the prompt -> 400
 * ``max_tokens`` at least 1 -> 400; beyond what the model's length leaves, it is cut to that
 * KV: all positions that will be computed (prompt + output - 1) must fit the whole pool -> 400, with the
   numbers. Without ``max_tokens`` a request may grow until the model's length or the pool's size, whichever
@@ -19,6 +20,7 @@ from fastengine.engine.request_state import ModelLimits
 from fastengine.protocol.outputs import EngineError
 from fastengine.protocol.requests import GenerateRequest
 from fastengine.protocol.tokens import TOKEN_DTYPE, unpack_token_ids
+from fastengine.sampling_rules import MAX_SAMPLING_BYTES, largest_field, sampling_bytes
 
 
 class Refused(Exception):
@@ -42,6 +44,7 @@ class AdmissionRules:
     def most_tokens(self, request: GenerateRequest) -> int:
         """Prompt and output tokens that ``request`` may come to. Raises Refused with code 400."""
         num_prompt = self._checked_prompt_length(request)
+        self._check_size(request)
         asked = request.sampling.max_tokens
         if asked is not None and asked < 1:
             raise Refused(400, f"max_tokens must be at least 1, got {asked}", param="max_tokens")
@@ -94,6 +97,13 @@ class AdmissionRules:
                 param="prompt",
             )
         return len(tokens)
+
+    def _check_size(self, request: GenerateRequest) -> None:
+        """What a request brings for its sampling must fit the one message that starts it, whoever checked it before."""
+        size = sampling_bytes(request.sampling)
+        if size > MAX_SAMPLING_BYTES:
+            field = largest_field(request.sampling)
+            raise Refused(400, f"{field}: the request's sampling settings take {size} bytes; {MAX_SAMPLING_BYTES} are allowed", param=field)
 
     def _never_fits(self, num_prompt: int, num_output: int) -> Refused:
         need = -(-(num_prompt + num_output - 1) // self._block_size)

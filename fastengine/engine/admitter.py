@@ -15,7 +15,7 @@ from fastengine.engine.waiting_room import WaitingRoom
 MAX_BYPASSES = 64
 # Blocks kept for the growth of running sequences when another is admitted: 1 / this of the pool.
 WATERMARK_SHARE = 100
-# Bytes of prompts and block tables that one plan may start (the ring takes messages of 4 MiB).
+# Bytes of prompts, block tables and sampling settings that one plan may start (the ring takes messages of 4 MiB).
 MAX_STARTED_BYTES = 3 << 20
 
 
@@ -93,7 +93,7 @@ class Admitter:
         if must_restore and request.restored:
             hits, must_restore = hits.with_at_most(kv.num_swap_ins_left), False
         missing = num_tokens - len(hits) * kv.block_size
-        size = num_tokens * 4 + kv.blocks_for(num_tokens) * 4
+        size = num_tokens * 4 + kv.blocks_for(num_tokens) * 4 + request.sampling_bytes
         if draft.started and draft.started_bytes + size > MAX_STARTED_BYTES:
             return Verdict.LATER
         length = min(missing, draft.budget, starter.chunk_cap(len(self._waiting) > 1 or len(starter.prefilling) > 0))

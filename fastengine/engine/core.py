@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from fastengine.cache.kv_cache_manager import KVCacheManager
 from fastengine.config import EngineConfig
@@ -41,7 +41,7 @@ from fastengine.engine.worker_commands import WorkerCommands
 from fastengine.engine.worker_operations import WorkerOperations
 from fastengine.observability.metrics import EngineMetrics, Gauges
 from fastengine.protocol.control import ControlRequest, ControlResponse
-from fastengine.protocol.outputs import FINISH_ERROR, EngineError, OutputBatch, TokenOutput
+from fastengine.protocol.outputs import FINISH_ABORT, FINISH_ERROR, EngineError, OutputBatch, TokenOutput
 from fastengine.protocol.requests import GenerateRequest
 from fastengine.protocol.steps import StepPlan, StepResult, WorkerCommand, WorkerReply
 from fastengine.scheduler.local import LocalScheduler
@@ -171,12 +171,12 @@ class EngineCore:
         seed = request.sampling.seed if request.sampling.seed is not None else self._random.getrandbits(63)
         return RequestState(request, arrival_number=self._arrivals, arrived_at=self._clock() - on_the_way_s, end=end, seed=seed)
 
-    def abort_handles(self, client_index: int, handles: list[int]) -> None:
-        """The client no longer wants these; it is told nothing. Unknown handles are ignored."""
+    def abort_handles(self, client_index: int, handles: list[int], reason: Literal["abort", "stop"] = FINISH_ABORT) -> None:
+        """The client no longer wants these, or found a stop string; it is told nothing. Unknown handles are ignored."""
         for handle in handles:
             request = self._table.by_handle(client_index, handle)
             if request is not None:
-                self._lifecycle.abort(request, silent=True)
+                self._lifecycle.abort(request, silent=True, reason=reason)
         self._control.settle()
 
     def client_gone(self, client_index: int) -> None:
@@ -249,6 +249,10 @@ class EngineCore:
     def num_in_flight(self) -> int:
         return len(self._pipeline)
 
+    def has_requests(self) -> bool:
+        """Whether any request or control command is unfinished; steps in flight may be for nobody any more."""
+        return bool(len(self._table) or self._control.is_busy)
+
     def has_work(self) -> bool:
         """Whether any request or control command is unfinished."""
         return bool(len(self._table) or len(self._pipeline) or self._control.is_busy)
@@ -320,8 +324,8 @@ class EngineCore:
     # -- evidence -------------------------------------------------------------------------------
 
     def observe_finished(self, observer: FinishObserver) -> None:
-        """Call ``observer`` with each request that has finished: its tokens stand in ``request.tokens``."""
-        self._lifecycle.observer = observer
+        """Call ``observer``, too, with each request that has finished: its tokens stand in ``request.tokens``."""
+        self._lifecycle.observers.append(observer)
 
     def live_requests(self) -> list[tuple[RequestState, Tokens]]:
         """All unfinished requests with their tokens so far, prompt and output. For a report, not for the hot path."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from fastengine.engine.outputs import OutputCollector
 from fastengine.engine.pipeline import Pipeline
@@ -39,7 +40,7 @@ class Lifecycle:
         self._stop_tokens = stop_tokens
         self._metrics = metrics
         self._clock = clock
-        self.observer: FinishObserver | None = None
+        self.observers: list[FinishObserver] = []
         self.weight_version = "default"
 
     def begin(self, request: RequestState) -> None:
@@ -63,16 +64,16 @@ class Lifecycle:
         self._table.remove(request)
         self._stop_tokens.count(request, -1)
         self._measure(request, num_output)
-        if self.observer is not None:
-            self.observer(request, error)
+        for observer in self.observers:
+            observer(request, error)
         return num_output
 
-    def abort(self, request: RequestState, *, silent: bool = False) -> int:
-        """End with ``abort``; the client keeps the tokens it has. Returns the number of output tokens."""
-        num_output = self.end(request, FINISH_ABORT)
+    def abort(self, request: RequestState, *, silent: bool = False, reason: Literal["abort", "stop"] = FINISH_ABORT) -> int:
+        """End with ``reason``; the client keeps the tokens it has. Returns the number of output tokens."""
+        num_output = self.end(request, reason)
         if not silent:
             output = TokenOutput(
-                handle=request.request.handle, finish_reason=FINISH_ABORT, num_output_tokens=num_output, weight_version=self.weight_version
+                handle=request.request.handle, finish_reason=reason, num_output_tokens=num_output, weight_version=self.weight_version
             )
             self._outputs.add_event(request.request.client_index, output)
         return num_output

@@ -35,8 +35,9 @@ from fastengine.engine.launcher import STOP_TIMEOUT_S, WorkerGroup, first_genera
 from fastengine.engine.outbox import RETRY_S, Outbox
 from fastengine.engine.pipeline import UnexpectedResult
 from fastengine.engine.plan_feed import PlanFeed
+from fastengine.engine.request_spans import RequestSpans
 from fastengine.engine.request_state import ModelLimits
-from fastengine.engine.worker_start import INIT_CACHE_ID, EngineFailed, WorkerStart
+from fastengine.engine.worker_start import INIT_CACHE_ID, EngineFailed, WorkerStart, open_kv_storage
 from fastengine.ipc.ring import RingCorrupt
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.ipc.worker_link import EngineBell
@@ -86,6 +87,7 @@ class EngineService:
         self._intake = IntakeThread(runtime, self._bell, ThreadWatchdog(turn_s))
         self._outbox = Outbox(runtime)
         self._evidence = Evidence(config, runtime.instance_id)
+        self._spans = RequestSpans.of(config, runtime.instance_id)
         self._decode = msgspec.msgpack.Decoder(FromWorker).decode
         self._core: EngineCore | None = None  # made when the first workers say how many blocks there are
         self._early: deque[GenerateRequest | AbortRequest | ClientHello | ClientGone] = deque()
@@ -94,6 +96,7 @@ class EngineService:
         self._group: WorkerGroup | None = None
         self._feed: PlanFeed | None = None
         self._process_ended = False  # one of the group's
+        self._storage: RuntimeDir | None = None  # of KV blocks in files; outlives the workers
         self._start = WorkerStart(config.cache, config.parallel.tensor_parallel_size)
         self._serving = False  # the workers take plans
         self._generation = first_generation(runtime.path)
@@ -108,6 +111,7 @@ class EngineService:
         """Serve until :meth:`request_stop` was called and all work has ended. Raises EngineFailed."""
         self._intake.start()
         try:
+            self._storage = open_kv_storage(self.config.cache)
             self._start_workers()
             while not self._stopped():
                 self._sleep()
@@ -124,22 +128,25 @@ class EngineService:
             raise
         finally:
             self._end_group()
+            if self._storage is not None:
+                self._storage.remove()
             self._evidence.close()
+            if self._spans is not None:
+                self._spans.close()
             self._outbox.close()
             self._intake.close()
             self._bell.close()
             self._watchdog.close()
 
     def request_stop(self, drain_s: float) -> None:
-        """Finish running requests for at most ``drain_s``, then end. For a signal handler of the main thread."""
-        if self._stop_deadline is None:
-            self._stop_deadline = time.monotonic() + drain_s
+        """Finish running requests for at most ``drain_s``, then end; at once when asked again. For a signal handler of the main thread."""
+        self._stop_deadline = time.monotonic() + (drain_s if self._stop_deadline is None else 0.0)
         self._bell.ring()
 
     def _stopped(self) -> bool:
         if self._stop_deadline is None:
             return False
-        busy = self._serving and self._core is not None and self._core.has_work()
+        busy = self._serving and self._core is not None and self._core.has_requests()
         return not busy or time.monotonic() >= self._stop_deadline
 
     def _turn(self) -> None:
@@ -210,7 +217,7 @@ class EngineService:
         if isinstance(message, GenerateRequest):
             core.add_request(message)
         elif isinstance(message, AbortRequest):
-            core.abort_handles(message.client_index, message.handles)
+            core.abort_handles(message.client_index, message.handles, message.reason)
         else:  # a client that is gone, or its successor's hello: whatever the old one had running ends
             core.client_gone(message.client_index)
 
@@ -250,7 +257,8 @@ class EngineService:
         self._process_ended = False
         self._group = self._group_type(self.config, self._runtime.path, self._generation)
         self._feed = PlanFeed(self._group.link, self.config.parallel.watchdog_timeout)
-        self._start = WorkerStart(self.config.cache, self._group.num_ranks)
+        storage_dir = None if self._storage is None else self._storage.path
+        self._start = WorkerStart(self.config.cache, self._group.num_ranks, storage_dir)
         self._generation += 1
         self._watch_processes()
 
@@ -307,9 +315,12 @@ class EngineService:
         self._serving = True
         if self._core is None:
             rank_0 = self._start.ready[0]
-            self._core = EngineCore(self.config, self._limits, self._start.num_blocks, self._start.num_host_blocks)
+            start = self._start
+            self._core = EngineCore(self.config, self._limits, start.num_blocks, start.num_host_blocks, start.num_disk_blocks)
             self._core.set_compiled_ops(rank_0.device, rank_0.compiled_ops)
             self._evidence.watch(self._core)
+            if self._spans is not None:
+                self._core.observe_finished(self._spans.finished)
             while self._early:
                 self._admit(self._core, self._early.popleft())
         else:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fastengine.config import CacheConfig
+from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.protocol.steps import WorkerCommand, WorkerReady, WorkerReply
 
 # EngineCore numbers its commands from 1.
@@ -13,12 +16,29 @@ class EngineFailed(RuntimeError):
     """The engine can't go on; the message is what the console shows."""
 
 
+def open_kv_storage(config: CacheConfig) -> RuntimeDir | None:
+    """A directory of this engine's own in ``--kv-storage-path``, empty; what dead engines left there is removed.
+
+    None without that flag. Raises EngineFailed.
+    """
+    if config.kv_storage_path is None:
+        return None
+    root = Path(config.kv_storage_path)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return RuntimeDir.create(root.absolute(), holds_sockets=False)
+    except OSError as error:
+        raise EngineFailed(f"--kv-storage-path {root} can't be used: {error}") from None
+
+
 class WorkerStart:
     """One generation's start. Each rank says that it is ready, is told to take KV memory, and confirms."""
 
-    def __init__(self, config: CacheConfig, num_ranks: int):
+    def __init__(self, config: CacheConfig, num_ranks: int, storage_dir: Path | None = None):
+        """``storage_dir``: where ranks keep KV blocks in files; None: nowhere."""
         self._config = config
         self._num_ranks = num_ranks
+        self._storage_dir = storage_dir
         self._confirmed: set[int] = set()
         self.ready: dict[int, WorkerReady] = {}
 
@@ -29,8 +49,15 @@ class WorkerStart:
 
     @property
     def num_host_blocks(self) -> int:
-        bytes_per_block = max(rank.bytes_per_block for rank in self.ready.values())
-        return int(self._config.swap_space * 2**30) // max(1, bytes_per_block)
+        return int(self._config.swap_space * 2**30) // self._bytes_per_block
+
+    @property
+    def num_disk_blocks(self) -> int:
+        return int(self._config.kv_storage_gib * 2**30) // self._bytes_per_block if self._storage_dir else 0
+
+    @property
+    def _bytes_per_block(self) -> int:
+        return max(1, max(rank.bytes_per_block for rank in self.ready.values()))
 
     def rank_is_ready(self, ready: WorkerReady) -> WorkerCommand | None:
         """The command that makes the KV caches, once the last rank is ready. Raises EngineFailed."""
@@ -39,7 +66,11 @@ class WorkerStart:
             return None
         if self.num_blocks < 1:
             raise EngineFailed("there is no memory for a single KV block: lower --block-size or --max-num-seqs, or set --kv-cache-memory-gib")
-        args = {"num_blocks": self.num_blocks, "num_host_blocks": self.num_host_blocks}
+        args: dict[str, object] = {"num_blocks": self.num_blocks, "num_host_blocks": self.num_host_blocks}
+        if self._storage_dir is not None:
+            if not self.num_host_blocks or not self.num_disk_blocks:
+                raise EngineFailed(f"a KV block has {self._bytes_per_block} bytes: --swap-space and --kv-storage-size must hold at least one")
+            args["storage_dir"] = str(self._storage_dir)
         return WorkerCommand(command_id=INIT_CACHE_ID, name="init_cache", args=args)
 
     def confirm(self, reply: WorkerReply) -> bool:

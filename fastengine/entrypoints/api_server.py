@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from fastengine.config import ConfigError, parse_args
-from fastengine.entrypoints.instance import check_config
+from fastengine.entrypoints.instance import check_config, check_text
 from fastengine.entrypoints.supervisor import serve
 from fastengine.observability.logs import setup_logging
 
@@ -16,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging("server", config.observability.log_level)
     try:
         check_config(config)
+        check_text(config)
         return serve(config)
     except ConfigError as error:
         print(f"fastengine: error: {error}", file=sys.stderr)

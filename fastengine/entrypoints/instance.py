@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -12,7 +13,11 @@ import msgspec
 
 from fastengine.config import ConfigError, EngineConfig
 from fastengine.ipc.runtime_dir import RuntimeDir
-from fastengine.model_files.load import ModelFileError, load_spec
+from fastengine.model_files.architectures import ARCHITECTURES
+from fastengine.model_files.gguf_header import read_gguf
+from fastengine.model_files.load import ModelFileError, load_spec, weight_files
+from fastengine.model_files.safetensors_header import read_safetensors_header
+from fastengine.model_files.spec import ModelSpec
 from fastengine.protocol.outputs import EngineStatus
 
 # What the engine may take beyond the drain time to end its workers.
@@ -30,6 +35,8 @@ def check_config(config: EngineConfig) -> None:
         spec = load_spec(path)
     except ModelFileError as error:
         raise ConfigError("model", str(error)) from None
+    check_model(config, spec)
+    check_device(config)
     longest = config.model.max_model_len
     if longest is not None and longest > spec.max_position_embeddings:
         raise ConfigError("max_model_len", f"{longest} exceeds the model's own {spec.max_position_embeddings} positions")
@@ -38,6 +45,83 @@ def check_config(config: EngineConfig) -> None:
     ranks = config.parallel.tensor_parallel_size
     if spec.num_attention_heads % ranks:
         raise ConfigError("tensor_parallel_size", f"{ranks} ranks can't share {spec.num_attention_heads} attention heads evenly")
+
+
+def check_model(config: EngineConfig, spec: ModelSpec) -> None:
+    """Refuse an architecture that can't be built and weight files that can't be loaded. Raises ConfigError."""
+    if config.model.load_format == "null":
+        return
+    if spec.architecture not in ARCHITECTURES:
+        raise ConfigError("model", f"architecture {spec.architecture} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}")
+    if config.model.load_format == "dummy":
+        return
+    try:
+        for file in weight_files(config.model.model):
+            if file.suffix == ".safetensors":
+                read_safetensors_header(file)
+            else:
+                read_gguf(file)
+    except ModelFileError as error:
+        raise ConfigError("model", str(error)) from None
+
+
+def check_device(config: EngineConfig) -> None:
+    """Refuse what the installed Paddle can't do, as its package's name tells. Raises ConfigError."""
+    has_gpu, has_cpu = (_is_installed(name) for name in ("paddlepaddle-gpu", "paddlepaddle"))
+    if config.model.device == "gpu" and has_cpu and not has_gpu:
+        raise ConfigError("device", "the installed Paddle is built without CUDA; install paddlepaddle-gpu or use --device cpu")
+    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not has_gpu)
+    if on_cpu and config.model.dtype not in ("auto", "float32"):
+        raise ConfigError("dtype", f"Paddle has no {config.model.dtype} matrix product on a CPU; use float32")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def check_text(config: EngineConfig) -> None:
+    """Refuse a tokenizer, chat template or parser that can't be used. Raises ConfigError.
+
+    They are loaded by a child that is forked for it, so that their memory goes with it: the caller must be a
+    process without other threads.
+    """
+    read_fd, write_fd = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_fd)
+        try:
+            os.write(write_fd, _problem_with_text(config).encode(errors="replace"))
+        finally:
+            os._exit(0)
+    os.close(write_fd)
+    with os.fdopen(read_fd, "rb") as pipe:
+        problem = pipe.read().decode(errors="replace")
+    os.waitpid(child, 0)
+    if problem:
+        flag, _, message = problem.partition("\n")
+        raise ConfigError(flag, " ".join(message.split()))
+
+
+def _problem_with_text(config: EngineConfig) -> str:
+    """The flag to blame, a line's end, and what is wrong; empty if nothing is."""
+    from fastengine.frontend.text_service import load_model_text
+    from fastengine.text.chat_template import ChatTemplateError
+    from fastengine.text.tokenizer import TokenizerError
+
+    model = config.model
+    try:
+        load_model_text(model)
+    except ChatTemplateError as error:
+        return f"{'chat_template' if model.chat_template else 'model'}\n{error}"
+    except TokenizerError as error:
+        return f"{'tokenizer' if model.tokenizer else 'model'}\n{error}"
+    except (ValueError, OSError) as error:
+        return f"model\n{error}"
+    return ""
 
 
 def check_writable(directory: str) -> None:

@@ -43,12 +43,12 @@ class RuntimeDir:
         return self.path.name.removeprefix(PREFIX)
 
     @classmethod
-    def create(cls, root: Path | None = None) -> RuntimeDir:
-        """Make a new instance's directory, after removing those of dead instances beside it."""
+    def create(cls, root: Path | None = None, *, holds_sockets: bool = True) -> RuntimeDir:
+        """Make a new instance's directory, after removing those of dead instances beside it. Raises OSError."""
         root = root or default_root()
         remove_dead_instances(root)
         path = root / f"{PREFIX}{os.getuid()}-{secrets.token_hex(5)}"
-        if len(str(path)) > MAX_DIR_LENGTH:
+        if holds_sockets and len(str(path)) > MAX_DIR_LENGTH:
             raise OSError(f"{path} is too long for Unix sockets ({MAX_DIR_LENGTH} bytes): set TMPDIR to a shorter path")
         staging = path.with_name("." + path.name)  # invisible to the sweep until it is locked
         staging.mkdir(mode=0o700)

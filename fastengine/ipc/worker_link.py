@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from pathlib import Path
 
 from fastengine.ipc.bell import Bell, BellClosed, BellRinger
@@ -100,6 +101,7 @@ class WorkerEnd:
         self._results = RingWriter(path / f"results-{rank}")
         self._engine_bell = BellRinger(runtime_dir / ENGINE_BELL)
         self._spinner = Spinner()
+        self._sending = threading.Lock()
         self.signals = SignalBoard(path / "signals", num_ranks=num_ranks)
 
     def receive(self, timeout_s: float | None) -> bytes | None:
@@ -117,8 +119,9 @@ class WorkerEnd:
         return message
 
     def send(self, message: bytes) -> None:
-        """Answer the engine. Raises RingFull when it doesn't read, BellClosed when it is gone."""
-        self._results.publish(message)
+        """Answer the engine, from any thread. Raises RingFull when it doesn't read, BellClosed when it is gone."""
+        with self._sending:  # the ring has one writer
+            self._results.publish(message)
         self._engine_bell.ring()
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -83,4 +85,26 @@ def test_a_bell_rung_before_the_wait_is_not_lost_and_a_full_one_never_blocks(sho
     started = time.monotonic()
     assert not bell.wait(0.05)
     assert time.monotonic() - started >= 0.05
+    bell.close()
+
+
+def test_a_ranks_threads_may_answer_at_the_same_time(short_tmp: Path) -> None:
+    bell, engine = EngineBell(short_tmp), EngineEnd(short_tmp, 0, 1)
+    worker = WorkerEnd(short_tmp, 0, 0, 1)
+    messages = [[b"%d:%d" % (thread, i) * (1 + i % 7) for i in range(1500)] for thread in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda own: [worker.send(m) for m in own], args=(own,)) for own in messages]
+        for thread in threads:
+            thread.start()
+        got = [message for _, message in collect(engine, bell, 4500)]
+    finally:
+        sys.setswitchinterval(before)
+    for thread in threads:
+        thread.join()
+    for own in messages:
+        assert [message for message in got if message in set(own)] == own
+    worker.close()
+    engine.close()
     bell.close()
