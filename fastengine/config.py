@@ -357,18 +357,33 @@ def config_from_values(values: dict[str, Any]) -> EngineConfig:
     """Merge ``--config`` (if among ``values``) under the other values and build the configuration."""
     values = dict(values)
     path = values.pop("config", None)
-    merged = {**(_read_yaml(path) if path else {}), **values}
+    from_file = _read_yaml(path) if path else {}
+    _check_file(from_file)
+    merged = {**from_file, **values}
     merged.setdefault("model", os.environ.get("FASTENGINE_MODEL_DIR", ""))
     return EngineConfig.from_flags(**merged)
+
+
+def _check_file(values: dict[str, Any]) -> None:
+    """Raise ConfigError for a name or value that can't be used, also where the command line overrides it."""
+    hints = {name: hint for section in SECTIONS.values() for name, hint in typing.get_type_hints(section).items()}
+    for name, value in values.items():
+        if name == "config":
+            raise ConfigError("config", "a configuration file can't name another one")
+        if name not in hints:
+            raise ConfigError(name, "no such setting")
+        _converted(name, value, hints[name])
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError("config", f"can't read {path}: {error}") from None
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError("config", f"{path} is not UTF-8: byte {error.start} can't be read") from None
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError("config", f"can't read {path}: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(k, str) for k in content):

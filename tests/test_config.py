@@ -76,7 +76,7 @@ def test_every_field_has_help_and_secrets_stay_hidden() -> None:
 def test_blocks_in_files_need_the_host_and_the_prefix_cache() -> None:
     with pytest.raises(ConfigError, match="--kv-storage-path: needs --swap-space"):
         EngineConfig.from_flags(kv_storage_path="d")
-    with pytest.raises(ConfigError, match="--kv-storage-path: needs prefix caching"):
+    with pytest.raises(ConfigError, match="--swap-space: needs prefix caching"):
         EngineConfig.from_flags(kv_storage_path="d", swap_space=1, enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="--kv-storage-size: must be greater than 0"):
         EngineConfig.from_flags(kv_storage_path="d", swap_space=1, kv_storage_size=0)
