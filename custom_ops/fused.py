@@ -19,14 +19,16 @@ from pathlib import Path
 import numpy as np
 
 MODEL_LEVEL = -1
+ARENA_ALIGNMENT = 64
+MAX_HEADS_PER_KV = 24
 
 
 class Layout(IntEnum):
     """How a linear's weights are packed."""
 
     FLOAT32 = 0
-    INT8 = 1  # one scale per output column
-    INT4 = 2  # four bits as the file has them, expanding exactly to INT8's form; 4-bit sources only
+    INT8 = 1  # eight bits and a scale per block of 32: exactly Q8_0 and Q4_0, others rounded
+    INT4 = 2  # four bits, a scale and a minimum per block of 32: exactly Q4_0 and Q4_1, others rounded
 
 
 class SourceKind(IntEnum):
@@ -37,6 +39,7 @@ class SourceKind(IntEnum):
     Q4_0 = 2
     Q4_1 = 3
     Q8_0 = 4
+    BFLOAT16 = 5
 
 
 class KvType(IntEnum):
@@ -54,7 +57,7 @@ class _Shape(ctypes.Structure):
 
 
 class _Part(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("order", ctypes.c_void_p), ("kind", ctypes.c_int64), ("rows", ctypes.c_int64)]
+    _fields_ = [("data", ctypes.c_void_p), ("order", ctypes.c_void_p), ("kind", ctypes.c_int32), ("rows", ctypes.c_int64)]
 
 
 class _StepArgs(ctypes.Structure):
@@ -65,7 +68,7 @@ class _StepArgs(ctypes.Structure):
             for name in ("token_ids", "positions", "slot_mapping", "query_starts", "context_lens", "block_tables", "sample_rows")
         ),
         *((name, ctypes.c_void_p) for name in ("key_caches", "value_caches", "key_scales", "value_scales")),
-        *((name, ctypes.c_void_p) for name in ("logits", "token_out", "hidden_out")),
+        *((name, ctypes.c_void_p) for name in ("logits", "token_out", "hidden_out", "hidden_in")),
     ]
 
 
@@ -85,13 +88,17 @@ class FusedShape:
     rope_interleaved: bool = False
     tied: bool = False
     attention_scale: float | None = None  # default: head_dim ** -0.5
+    qk_norm: bool = False
+    attention_bias: bool = False  # on q, k and v
+    output_bias: bool = False
+    mlp_bias: bool = False
 
 
 @dataclass(frozen=True)
 class Source:
     """Rows of one checkpoint tensor.
 
-    ``data``: float32 or float16 ``[rows, k]``, or a GGUF tensor's raw bytes (any shape of uint8).
+    ``data``: float32, float16 or (as uint16 bits) bfloat16 ``[rows, k]``, or a GGUF tensor's raw bytes (any shape of uint8).
     ``order``: int32 ``[rows]``, the row of ``data`` that each packed row takes; None: as they lie.
     """
 
@@ -99,6 +106,42 @@ class Source:
     kind: SourceKind
     rows: int
     order: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a model's linears are packed; the embedding and LM head are INT8 beside INT4."""
+
+    layout: Layout
+
+    @property
+    def table_layout(self) -> Layout:
+        return Layout.FLOAT32 if self.layout == Layout.FLOAT32 else Layout.INT8
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    rows: int
+    k: int
+    has_bias: bool = False
+    paired: bool = False
+
+
+def layer_linears(shape: FusedShape) -> dict[str, LinearShape]:
+    """The linears of each layer: ``qkv`` is q, k and v one after the other, ``gate_up`` gate and up."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return {
+        "qkv": LinearShape(q + 2 * kv, shape.hidden, shape.attention_bias),
+        "output": LinearShape(shape.hidden, q, shape.output_bias),
+        "gate_up": LinearShape(2 * shape.intermediate, shape.hidden, shape.mlp_bias, paired=True),
+        "down": LinearShape(shape.hidden, shape.intermediate, shape.mlp_bias),
+    }
+
+
+def layer_vectors(shape: FusedShape) -> dict[str, int]:
+    """Names and sizes of each layer's vectors."""
+    vectors = {"input_norm": shape.hidden, "post_attention_norm": shape.hidden}
+    return {**vectors, "query_norm": shape.head_dim, "key_norm": shape.head_dim} if shape.qk_norm else vectors
 
 
 @dataclass(frozen=True)
@@ -147,100 +190,158 @@ def load_library(path: str | Path) -> ctypes.CDLL:
     library.fe_fused_uses_avx512.restype = ctypes.c_int64
     library.fe_fused_destroy.argtypes = [ctypes.c_int64]
     library.fe_fused_destroy.restype = None
+    library.fe_fused_num_bytes.argtypes = [ctypes.c_int64]
+    library.fe_fused_num_bytes.restype = ctypes.c_int64
+    library.fe_fused_bind.argtypes = [ctypes.c_int64, ctypes.c_void_p]
+    library.fe_fused_bind.restype = None
+    library.fe_fused_trim.argtypes = [ctypes.c_int64]
+    library.fe_fused_trim.restype = None
     pointer, integer, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
     library.fe_fused_create.argtypes = [pointer, integer, pointer]
+    library.fe_fused_set_rotary.argtypes = [integer, pointer, integer]
+    library.fe_fused_define_vector.argtypes = [integer, integer, text, integer]
+    library.fe_fused_define_linear.argtypes = [integer, integer, text, integer, integer, integer, integer, integer]
     library.fe_fused_set_vector.argtypes = [integer, integer, text, pointer, integer]
-    library.fe_fused_set_linear.argtypes = [integer, integer, text, pointer, integer, integer, integer, integer, integer, pointer]
+    library.fe_fused_set_rows.argtypes = [integer, integer, text, integer, pointer, integer]
+    library.fe_fused_set_bias.argtypes = [integer, integer, text, integer, pointer, integer]
     library.fe_fused_unpack_row.argtypes = [integer, integer, text, integer, pointer]
+    library.fe_fused_hash_rows.argtypes = [pointer, integer, pointer, pointer, integer, pointer]
     library.fe_fused_step.argtypes = [integer, pointer, integer]
     return library
+
+
+def _address(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+def _check(library: ctypes.CDLL, code: int) -> None:
+    if code:
+        raise FusedError(library.fe_fused_error().decode())
+
+
+def _part(source: Source) -> tuple[_Part, tuple[np.ndarray | None, ...]]:
+    """The C form of ``source``, and what must live as long."""
+    data = np.ascontiguousarray(source.data)
+    order = None if source.order is None else np.ascontiguousarray(source.order, dtype=np.int32)
+    return _Part(_address(data), _address(order), source.kind, source.rows), (data, order)
+
+
+def hash_rows(library: ctypes.CDLL, source: Source, k: int, row_keys: np.ndarray, column_keys: np.ndarray, num_threads: int) -> int:
+    """Sum of ``bits[r, c] * row_keys[r] * column_keys[c]`` modulo 2**64 over the float32 values of ``source``.
+
+    ``row_keys`` uint64 ``[rows]``, ``column_keys`` uint64 ``[k]``. Raises FusedError.
+    """
+    part, keep = _part(source)
+    found = ctypes.c_uint64()
+    row_keys, column_keys = np.ascontiguousarray(row_keys), np.ascontiguousarray(column_keys)
+    _check(library, library.fe_fused_hash_rows(ctypes.byref(part), k, _address(row_keys), _address(column_keys), num_threads, ctypes.byref(found)))
+    del keep
+    return found.value
 
 
 class FusedModel:
     """A decoder's packed weights and its step.
 
-    Linears are ``qkv`` (q, k and v one after the other), ``output``, ``gate_up`` (two sources), ``down``
-    per layer, and ``embedding``, ``lm_head`` (not when tied). Vectors are ``input_norm``,
-    ``post_attention_norm``, ``query_norm``, ``key_norm`` per layer, and ``final_norm``.
+    The weights lie in one arena of ``num_bytes`` that the caller owns and hands over with :meth:`bind`.
+    Linears are those of :func:`layer_linears`, and ``embedding`` and ``lm_head`` (not when tied) at
+    ``MODEL_LEVEL``; vectors those of :func:`layer_vectors`, and ``final_norm``.
     """
 
-    def __init__(self, library: ctypes.CDLL, shape: FusedShape, num_threads: int, *, isa: str = "best"):
-        self._library = library
-        self.shape = shape
-        self.num_threads = num_threads
+    def __init__(self, library: ctypes.CDLL, shape: FusedShape, packing: Packing, num_threads: int, *, isa: str = "best"):
         if shape.head_dim % 16:
             raise ValueError(f"head_dim must be a multiple of 16, got {shape.head_dim}")
-        if shape.num_heads // shape.num_kv_heads > 24:
-            raise ValueError("more than 24 query heads share a KV head")
+        if shape.num_heads // shape.num_kv_heads > MAX_HEADS_PER_KV:
+            raise ValueError(f"more than {MAX_HEADS_PER_KV} query heads share a KV head")
+        self._library = library
+        self.shape = shape
+        self.packing = packing
+        self.num_threads = num_threads
+        self._arena: np.ndarray | None = None
         scale = shape.head_dim**-0.5 if shape.attention_scale is None else shape.attention_scale
         raw = _Shape(
             shape.num_layers, shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate, shape.vocab,
             shape.cos_sin.shape[1], shape.cos_sin.shape[0], shape.rope_interleaved, shape.tied, shape.rms_epsilon, scale,
         )  # fmt: skip
         handle = ctypes.c_int64()
-        self._check(library.fe_fused_create(ctypes.byref(raw), {"best": 0, "avx2": 2}[isa], ctypes.byref(handle)))
+        _check(library, library.fe_fused_create(ctypes.byref(raw), {"best": 0, "avx2": 2}[isa], ctypes.byref(handle)))
         self._handle = handle.value
-        self.set_vector("cos_sin", shape.cos_sin)
+        cos_sin = np.ascontiguousarray(shape.cos_sin, dtype=np.float32)
+        _check(library, library.fe_fused_set_rotary(self._handle, cos_sin.ctypes.data, cos_sin.size))
+        self._define()
+
+    def _define(self) -> None:
+        shape, packing = self.shape, self.packing
+        table = LinearShape(shape.vocab, shape.hidden)
+        self._define_linear(MODEL_LEVEL, "embedding", table, packing.table_layout)
+        for layer in range(shape.num_layers):
+            for name, size in layer_vectors(shape).items():
+                self._define_vector(layer, name, size)
+            for name, linear in layer_linears(shape).items():
+                self._define_linear(layer, name, linear, packing.layout)
+        self._define_vector(MODEL_LEVEL, "final_norm", shape.hidden)
+        if not shape.tied:
+            self._define_linear(MODEL_LEVEL, "lm_head", table, packing.table_layout)
+
+    def _define_vector(self, layer: int, name: str, size: int) -> None:
+        _check(self._library, self._library.fe_fused_define_vector(self._handle, layer, name.encode(), size))
+
+    def _define_linear(self, layer: int, name: str, linear: LinearShape, layout: Layout) -> None:
+        numbers = (linear.rows, linear.k, layout, linear.paired, linear.has_bias)
+        _check(self._library, self._library.fe_fused_define_linear(self._handle, layer, name.encode(), *numbers))
 
     def close(self) -> None:
-        """Free the weights; no method may be called afterwards."""
+        """Free what the operator holds; no method may be called afterwards."""
         if self._handle:
             self._library.fe_fused_destroy(self._handle)
             self._handle = 0
+            self._arena = None
 
     @property
     def instruction_set(self) -> str:
         return "avx512" if self._library.fe_fused_uses_avx512(self._handle) else "avx2"
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the arena."""
+        return int(self._library.fe_fused_num_bytes(self._handle))
+
+    def bind(self, arena: np.ndarray | None) -> None:
+        """Use ``arena`` from now on: uint8 ``[num_bytes]``, zeroed or with what it held before. None: let go of it."""
+        if arena is not None and (arena.nbytes < self.num_bytes or arena.ctypes.data % ARENA_ALIGNMENT):
+            raise ValueError(f"the arena needs {self.num_bytes} bytes aligned to {ARENA_ALIGNMENT}")
+        self._library.fe_fused_bind(self._handle, _address(arena))
+        self._arena = arena
+        if arena is None:
+            self._library.fe_fused_trim(self._handle)
+
     def set_vector(self, name: str, values: np.ndarray, layer: int = MODEL_LEVEL) -> None:
         values = np.ascontiguousarray(values, dtype=np.float32)
-        self._check(self._library.fe_fused_set_vector(self._handle, layer, name.encode(), values.ctypes.data, values.size))
+        self._require_arena()
+        _check(self._library, self._library.fe_fused_set_vector(self._handle, layer, name.encode(), values.ctypes.data, values.size))
 
-    def set_linear(
-        self,
-        name: str,
-        sources: Sequence[Source],
-        k: int,
-        layout: Layout,
-        layer: int = MODEL_LEVEL,
-        *,
-        group: int = 32,
-        bias: np.ndarray | None = None,
-    ) -> None:
-        """Pack ``sources`` (rows one after the other) of ``k`` inputs.
+    def set_rows(self, name: str, source: Source, layer: int = MODEL_LEVEL, *, first_row: int = 0) -> None:
+        """Pack ``source`` as rows ``first_row`` and on of a linear, in place. Raises FusedError."""
+        part, keep = _part(source)
+        self._require_arena()
+        _check(self._library, self._library.fe_fused_set_rows(self._handle, layer, name.encode(), first_row, ctypes.byref(part), self.num_threads))
+        del keep
 
-        ``group`` consecutive activations share one dynamic scale: a multiple of 32 that divides ``k``
-        rounded up to a multiple of 64. ``bias`` is float32 ``[rows]``. Raises FusedError.
-        """
-        parts = (_Part * len(sources))()
-        keep = []
-        for part, source in zip(parts, sources, strict=True):
-            data = np.ascontiguousarray(source.data)
-            order = None if source.order is None else np.ascontiguousarray(source.order, dtype=np.int32)
-            keep += [data, order]
-            part.data, part.kind, part.rows = data.ctypes.data, source.kind, source.rows
-            part.order = None if order is None else order.ctypes.data
-        bias32 = None if bias is None else np.ascontiguousarray(bias, dtype=np.float32)
-        self._check(
-            self._library.fe_fused_set_linear(
-                self._handle,
-                layer,
-                name.encode(),
-                parts,
-                len(sources),
-                k,
-                layout,
-                group,
-                name == "gate_up",
-                None if bias32 is None else bias32.ctypes.data,
-            )
-        )
+    def set_bias(self, name: str, values: np.ndarray, layer: int, *, first_row: int = 0) -> None:
+        """Float32 ``values`` as biases of rows ``first_row`` and on."""
+        values = np.ascontiguousarray(values, dtype=np.float32)
+        self._require_arena()
+        _check(self._library, self._library.fe_fused_set_bias(self._handle, layer, name.encode(), first_row, values.ctypes.data, values.size))
 
     def unpacked_row(self, name: str, row: int, k: int, layer: int = MODEL_LEVEL) -> np.ndarray:
         """One packed row as the kernels see it, float32 ``[k]``: for checking."""
         out = np.empty(k, np.float32)
-        self._check(self._library.fe_fused_unpack_row(self._handle, layer, name.encode(), row, out.ctypes.data))
+        self._require_arena()
+        _check(self._library, self._library.fe_fused_unpack_row(self._handle, layer, name.encode(), row, out.ctypes.data))
         return out
+
+    def _require_arena(self) -> None:
+        if self._arena is None:
+            raise FusedError("the model's memory is not bound")
 
     def step(
         self,
@@ -263,22 +364,23 @@ class FusedModel:
         [S + 1]``, ``context_lens [S]``, ``block_tables [S, M]``. ``sample_rows [R]`` are the tokens
         whose logits are wanted, into ``logits`` float32 ``[R, vocab]`` and/or their argmax into
         ``token_out`` int32 ``[R]`` (the lowest id of equals); ``hidden_out`` float32 ``[R, hidden]``
-        takes the states before the LM head.
+        takes the states before the LM head. Without ``logits`` and ``token_out`` the head is left out.
+
+        No index is checked here or below: a wrong one reads or writes foreign memory.
         """
         arrays = (token_ids, positions, slot_mapping, query_starts, context_lens, block_tables, sample_rows)
         assert all(a.dtype == np.int32 and a.flags.c_contiguous for a in arrays), "step takes contiguous int32 arrays"
-
-        def address(array: np.ndarray | None) -> int | None:
-            return None if array is None else array.ctypes.data
 
         args = _StepArgs(
             token_ids.size, context_lens.size, sample_rows.size, block_tables.shape[1], cache.block_size, cache.kv_type,
             *(a.ctypes.data for a in arrays),
             *(None if p is None else ctypes.addressof(p) for p in (cache.keys, cache.values, cache.key_scales, cache.value_scales)),
-            address(logits), address(token_out), address(hidden_out),
+            _address(logits), _address(token_out), _address(hidden_out), None,
         )  # fmt: skip
-        self._check(self._library.fe_fused_step(self._handle, ctypes.byref(args), self.num_threads))
+        _check(self._library, self._library.fe_fused_step(self._handle, ctypes.byref(args), self.num_threads))
 
-    def _check(self, code: int) -> None:
-        if code:
-            raise FusedError(self._library.fe_fused_error().decode())
+    def logits(self, hidden: np.ndarray, out: np.ndarray) -> None:
+        """Logits of a step's ``hidden_out`` float32 ``[R, hidden]`` into ``out`` float32 ``[R, vocab]``."""
+        assert all(a.dtype == np.float32 and a.flags.c_contiguous for a in (hidden, out)), "logits takes contiguous float32 arrays"
+        args = _StepArgs(num_samples=len(hidden), logits=_address(out), hidden_in=_address(hidden))
+        _check(self._library, self._library.fe_fused_step(self._handle, ctypes.byref(args), self.num_threads))

@@ -1,4 +1,6 @@
-"""Compile the CPU operators: ``python custom_ops/setup_ops.py`` puts the library beside this file.
+"""Compile the operators: ``python custom_ops/setup_ops.py`` puts the libraries beside this file.
+
+The CUDA operators are compiled too where there is nvcc and a Paddle with CUDA (see cuda/build.py).
 
 The kernels are compiled once per instruction set; the library picks one by CPUID when it is loaded, so
 it runs on any x86-64 machine whatever the one that built it. The package's ``setup.py`` calls
@@ -17,6 +19,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 CPU = HERE / "cpu"
@@ -25,16 +28,16 @@ LIBRARY_NAME = "libfastengine_cpu.so"
 # Compiled once for any x86-64 processor.
 PLAIN_SOURCES = [
     *(CPU / "binding.cpp", CPU / "control.cpp", CPU / "kernels" / "thread_pool.cpp"),
-    *(CPU / "fused" / f"{name}.cpp" for name in ("api", "pack")),
+    *(CPU / "fused" / f"{name}.cpp" for name in ("api", "model", "pack")),
 ]
 KERNEL_SOURCES = [
     CPU / "kernels" / f"{name}.cpp" for name in ("attention", "attention_decode", "attention_prefill", "elementwise", "logits", "rotary", "sample")
 ]
 # The fused step; its AVX-512 version needs the int8 dot product as well, and is chosen by its own check.
 FUSED_SOURCES = [
-    CPU / "fused" / f"{name}.cpp" for name in ("attention_float", "attention_int8", "gemm_float", "gemm_int4", "gemm_int8", "quantize", "step")
+    CPU / "fused" / f"{name}.cpp" for name in ("attention_float", "attention_int8", "gemm_float", "gemm_int", "quantize", "roofline", "step")
 ]
-FUSED_FLAGS = {"avx2": [], "avx512": ["-mavx512vnni"]}
+FUSED_FLAGS = {"avx2": ["-mf16c"], "avx512": ["-mavx512vnni", "-mf16c"]}
 INSTRUCTION_SETS = {
     "avx2": ["-mavx2", "-mfma"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
@@ -156,15 +159,57 @@ def build(output_folder: Path, jobs: int | None = None) -> Path:
     return target
 
 
+def load_cuda_build() -> ModuleType:
+    """cuda/build.py by its path: the folder is no package before it is installed."""
+    spec = importlib.util.spec_from_file_location("fastengine_cuda_build", HERE / "cuda" / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_cuda(output_folder: Path, choice: str) -> Path | None:
+    """Builds the CUDA operators into ``output_folder``; None, with a line that says why, where they are left out.
+
+    ``choice``: ``auto`` where they can be built and used, ``always``, ``never``. Raises BuildError.
+    """
+    if choice == "never":
+        return None
+    cuda = load_cuda_build()
+    try:
+        nvcc = cuda.find_nvcc()
+        if choice == "auto" and not cuda.paddle_has_cuda():
+            print("fastengine: no CUDA operators: this Paddle was built without CUDA (--cuda always builds them all the same)", flush=True)
+            return None
+        architectures = cuda.known_architectures(nvcc)
+        print(f"fastengine: compiling the CUDA operators for {', '.join(f'sm_{name}' for name in architectures)}", flush=True)
+        target: Path = cuda.build_paddle_library(architectures, output_folder)
+    except cuda.NoNvcc as reason:
+        if choice == "always":
+            raise BuildError(str(reason)) from None
+        print(f"fastengine: no CUDA operators: {reason}", flush=True)
+        return None
+    except cuda.BuildError as error:
+        raise BuildError(str(error)) from None
+    print(f"fastengine: built {target}", flush=True)
+    return target
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compile fastengine's CPU operators.")
+    parser = argparse.ArgumentParser(description="Compile fastengine's operators.")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--inplace", action="store_true", help="put the library beside this file (the default)")
     place.add_argument("--output", type=Path, default=HERE, help="put the library into this folder instead")
     parser.add_argument("--jobs", type=int, default=None, help="compilers to run at once (default: one per core)")
+    parser.add_argument(
+        "--cuda", choices=("auto", "always", "never"), default="auto", help="the CUDA operators: where they can be used (the default)"
+    )
     args = parser.parse_args()
     try:
         build(args.output, args.jobs)
+        build_cuda(args.output, args.cuda)
     except BuildError as error:
         print(f"fastengine: {error}", file=sys.stderr)
         return 1

@@ -16,9 +16,16 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 # What numpy calls an element: it has no bfloat16, whose bits it holds as integers.
-NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.int16), "float16": np.dtype(np.float16)}
+NUMPY_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.int16),
+    "float16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
+}
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 Index = tuple[slice, ...]
 
 
@@ -33,10 +40,12 @@ def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
 class Storage:
     """A tensor of fixed shape and dtype whose memory can be dropped and taken again.
 
-    ``tensor`` is None while dropped; who computes must look it up at every call.
+    ``tensor`` is None while dropped; who computes must look it up at every call. ``huge_pages`` (on a
+    CPU) suits what is read whole at every step.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, device: str):
+    def __init__(self, shape: tuple[int, ...], dtype: str, device: str, *, huge_pages: bool = False):
+        self.huge_pages = huge_pages
         self.shape = shape
         self.dtype = dtype
         self.device = device
@@ -54,7 +63,10 @@ class Storage:
         if self.device == "gpu":
             self.tensor = paddle.zeros(self.shape, dtype=self.dtype)
             return
-        memory = mmap.mmap(-1, max(self.nbytes, 1))
+        # Private: the system gives no huge pages to shared memory.
+        memory = mmap.mmap(-1, max(self.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if self.huge_pages:
+            memory.madvise(mmap.MADV_HUGEPAGE)
         self._array = np.frombuffer(memory, dtype=NUMPY_DTYPES[self.dtype], count=math.prod(self.shape)).reshape(self.shape)
         tensor = paddle.from_dlpack(self._array)
         self.tensor = tensor.view("bfloat16") if self.dtype == "bfloat16" else tensor
@@ -78,7 +90,13 @@ class Storage:
         else:
             assert self.tensor is not None, "read of dropped storage"
             array = self.tensor[index].numpy()
-        return array.view(np.uint32 if array.dtype.itemsize == 4 else np.uint16)
+        return array.view(UNSIGNED[array.dtype.itemsize])
+
+    @property
+    def address(self) -> int:
+        """Where the elements lie in this process's memory; it changes with every :meth:`allocate`. On a CPU only."""
+        assert self._array is not None, "no address: dropped, or not on the host"
+        return self._array.ctypes.data
 
     def copy_rows_from(self, source: Storage, source_ids: np.ndarray, ids: np.ndarray) -> None:
         """``self[ids] = source[source_ids]`` along the first dimension, in place; devices may differ."""
@@ -102,7 +120,7 @@ class Storage:
             _read_exactly(fd, memoryview(self._array.view(np.uint8)).cast("B"), offset)
         else:
             assert self.tensor is not None, "restore of dropped storage"
-            raw = np.empty(self.shape, dtype=np.uint32 if BYTES_PER_ELEMENT[self.dtype] == 4 else np.uint16)
+            raw = np.empty(self.shape, dtype=UNSIGNED[BYTES_PER_ELEMENT[self.dtype]])
             _read_exactly(fd, memoryview(raw.view(np.uint8)).cast("B"), offset)
             same_width = {"float32": "float32", "bfloat16": "int16", "float16": "float16"}[self.dtype]
             self.tensor[...] = paddle.to_tensor(raw.view(NUMPY_DTYPES[self.dtype]), dtype=same_width).view(self.dtype)

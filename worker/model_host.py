@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 import paddle
 
+from fastengine import custom_ops
 from fastengine.config import EngineConfig
 from fastengine.protocol.steps import StepPlan, StepResult
 from fastengine.text.load import load_tokenizer
 from fastengine.worker.batch import PersistentBatch
+from fastengine.worker.fused_executor import FusedExecutor
+from fastengine.worker.fused_weights import FusedWeights
 from fastengine.worker.grammar import BackgroundCompiler, SlotGrammars
 from fastengine.worker.kv_cache import KVCache, KVShape, blocks_that_fit
 from fastengine.worker.layers.linear import Place
@@ -21,8 +25,11 @@ from fastengine.worker.model_runner import Executor, ModelExecutor, ModelRunner,
 from fastengine.worker.models.llama import LlamaForCausalLM
 from fastengine.worker.models.registry import build_model
 from fastengine.worker.parallel import TensorParallel
+from fastengine.worker.quantization import fused_library, kv_dtype, plan_compute
 from fastengine.worker.sampler import Sampler
 from fastengine.worker.sampling_table import SamplingTable
+
+logger = logging.getLogger(__name__)
 
 # More blocks than this many full batches of the longest sequences would only make tables larger.
 MOST_FULL_BATCHES = 4
@@ -40,9 +47,18 @@ class ModelHost:
         self.place = Place(compute_dtype(config.model.dtype, self.device, self.spec.torch_dtype), self.device)
         self.max_model_len = config.model.max_model_len or self.spec.max_position_embeddings
         self.is_null = config.model.load_format == "null"
-        self.model: LlamaForCausalLM | None = None if self.is_null else build_model(self.spec, self.place, tp, self.max_model_len)
-        pieces = self.model.pieces() if self.model is not None else ()
-        self.weights = ModelWeights(pieces, self.spec.tie_word_embeddings, min(num_threads, MAX_LOADING_THREADS))
+        self.compute_plan = plan_compute(config, self.spec, self.device, tp.size)
+        self._kv_dtype = kv_dtype(config, self.compute_plan, self.place.dtype)
+        # The model in plain layers; None if it is computed by the fused step, or not at all.
+        self.model: LlamaForCausalLM | None = None
+        self.weights: ModelWeights | FusedWeights
+        if self.compute_plan.packing is not None:
+            self.weights = FusedWeights(fused_library(), self.spec, self.compute_plan.packing, self.max_model_len, num_threads)
+        else:
+            self.model = None if self.is_null else build_model(self.spec, self.place, tp, self.max_model_len)
+            pieces = self.model.pieces() if self.model is not None else ()
+            self.weights = ModelWeights(pieces, self.spec.tie_word_embeddings, min(num_threads, MAX_LOADING_THREADS))
+        logger.info("%s; KV cache %s", self.compute_plan.reason, self._kv_dtype)
         self.cache: KVCache | None = None
         self.batch: PersistentBatch | None = None
         self._runner: ModelRunner | None = None
@@ -64,11 +80,20 @@ class ModelHost:
         return time.monotonic() - started
 
     def kv_shape(self) -> KVShape:
-        config = self.config.cache
-        dtype = self.place.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        if self.model is None:
-            return KVShape(0, 0, config.block_size, 0, dtype)
-        return self.model.kv_shape(config.block_size, dtype)
+        block_size, dtype = self.config.cache.block_size, self._kv_dtype
+        if self.model is not None:
+            return self.model.kv_shape(block_size, dtype)
+        if self.is_null:
+            return KVShape(0, 0, block_size, 0, dtype)
+        return KVShape(self.spec.num_hidden_layers, self.spec.num_key_value_heads, block_size, self.spec.head_dim, dtype)
+
+    def compiled_ops(self) -> dict[str, str]:
+        """What each operator runs, for ``/version``; the fused step says which weights it computes with."""
+        ops = custom_ops.compiled_ops()
+        if isinstance(self.weights, FusedWeights):
+            fused = self.weights.model
+            ops["fused_step"] = f"{fused.instruction_set} {fused.packing.layout.name.lower()}"
+        return ops
 
     def num_blocks_that_fit(self) -> int:
         blocks_per_sequence = -(-self.max_model_len // self.config.cache.block_size)
@@ -86,19 +111,21 @@ class ModelHost:
             block_size=self.config.cache.block_size,
             vocab_size=self.spec.vocab_size,
         )
-        grammars = None if self.model is None else SlotGrammars(self._compiler, self.spec.vocab_size)
+        grammars = None if self.is_null else SlotGrammars(self._compiler, self.spec.vocab_size)
         table = SamplingTable(self.config.scheduler.max_num_seqs, self.spec.vocab_size, self.spec.eos_token_ids, grammars)
         self.cache = KVCache(self.kv_shape(), num_blocks, num_host_blocks, self.device)
-        executor: Executor = NullExecutor()
-        if self.model is not None:
-            sampler = Sampler(table, self.batch, self.config.model.logprobs_mode)
-            executor = ModelExecutor(self.model, self.cache, self.batch, table, sampler)
-        self._runner = ModelRunner(self.batch, table, executor)
+        self._runner = ModelRunner(self.batch, table, self._executor(self.cache, self.batch, table))
 
     def step(self, plan: StepPlan) -> StepResult:
         if self._runner is None:
             raise RuntimeError(f"step {plan.step_id} came before init_cache")
         return self._runner.step(plan)
+
+    def _executor(self, cache: KVCache, batch: PersistentBatch, table: SamplingTable) -> Executor:
+        sampler = Sampler(table, batch, self.config.model.logprobs_mode)
+        if isinstance(self.weights, FusedWeights):
+            return FusedExecutor(self.weights.model, cache, batch, table, sampler)
+        return NullExecutor() if self.model is None else ModelExecutor(self.model, cache, batch, table, sampler)
 
     def _checkpoint(self) -> Checkpoint:
         load_format = self.config.model.load_format

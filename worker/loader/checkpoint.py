@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 
 ALL_ROWS = slice(None)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A matrix as the file has it: ``data`` uint8, row after row in the format ``type_name`` (GGUF's names).
+
+    ``row_order`` int32[rows]: which stored row each row of the tensor is; None: they lie in order.
+    """
+
+    data: np.ndarray
+    type_name: str
+    row_order: np.ndarray | None = None
 
 
 class Checkpoint(ABC):
@@ -26,6 +39,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, name: str, rows: slice = ALL_ROWS) -> np.ndarray:
         """Float32 values of ``name``'s first-dimension ``rows``; may be a read-only view of the file."""
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """The file's own bytes of ``name``, for who can use them as they are; None if there are none."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType, quants
 
 from fastengine.model_files.gguf_header import GGUFTensorInfo, read_gguf
 from fastengine.model_files.spec import ModelSpec
-from fastengine.worker.loader.checkpoint import ALL_ROWS, Checkpoint
+from fastengine.worker.loader.checkpoint import ALL_ROWS, Checkpoint, StoredTensor
 from fastengine.worker.loader.mapped_file import MappedFile
 
 READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -84,11 +84,19 @@ class GGUFCheckpoint(Checkpoint):
     def read(self, name: str, rows: slice = ALL_ROWS) -> np.ndarray:
         file, info = self._tensors[name]
         values = _dequantized(file, info, rows)
-        projection = name.split(".")[-2]
-        if projection in self._heads_of:
-            head_dim = info.shape[0] // self._heads_of[projection]
-            values = halves_apart(values, head_dim)
-        return values
+        head_dim = self._interleaved_head_dim(name, info)
+        return halves_apart(values, head_dim) if head_dim else values
+
+    def stored(self, name: str) -> StoredTensor | None:
+        file, info = self._tensors[name]
+        head_dim = self._interleaved_head_dim(name, info)
+        order = halves_apart(np.arange(info.shape[0], dtype=np.int32), head_dim) if head_dim else None
+        return StoredTensor(file.view(info.offset, info.nbytes), info.type_name, order)
+
+    def _interleaved_head_dim(self, name: str, info: GGUFTensorInfo) -> int:
+        """Size of the heads whose rows the converter interleaved; 0: it left them."""
+        heads = self._heads_of.get(name.split(".")[-2])
+        return info.shape[0] // heads if heads else 0
 
     def close(self) -> None:
         for file in self._files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from fastengine.model_files.load import load_spec, resolve_model, weight_files
 from fastengine.model_files.spec import ModelSpec
-from fastengine.worker.layers.weights import WeightPiece
+from fastengine.worker.layers.weights import ALL, WeightPiece
 from fastengine.worker.loader.checkpoint import Checkpoint
 from fastengine.worker.loader.errors import WeightsError
 from fastengine.worker.loader.gguf import GGUFCheckpoint, with_hugging_face_rows
@@ -73,23 +73,7 @@ class ModelWeights:
 
         Raises WeightsError naming the tensors, what was expected and what was found.
         """
-        expected, found = self.expected_shapes(), checkpoint.shapes()
-        missing = [] if partial else [name for name in expected if name not in found]
-        extra = [n for n in found if n not in expected and n not in self._may_be_left_over and not n.endswith(IGNORED_SUFFIXES)]
-        wrong = [
-            f"{name} has shape {list(found[name])}, the model needs {list(shape)}"
-            for name, shape in expected.items()
-            if name in found and found[name] != shape
-        ]
-        unreadable = checkpoint.unreadable()
-        problems = [
-            *([f"element types that can't be read: {_some(unreadable, '; ')}"] if unreadable else []),
-            *([f"missing tensors: {_some(missing)}"] if missing else []),
-            *([f"tensors the model does not have: {_some(extra)}"] if extra else []),
-            *([f"wrong shapes: {_some(wrong, '; ')}"] if wrong else []),
-        ]
-        if problems:
-            raise WeightsError(f"{checkpoint.source}: {'; '.join(problems)}")
+        check_tensors(self.expected_shapes(), checkpoint, self._may_be_left_over, partial=partial)
 
     def fill(self, checkpoint: Checkpoint, progress: Progress | None = None, *, show_bar: bool = False) -> None:
         """Copy ``checkpoint`` (checked before) into the storages, in place, tensor by tensor."""
@@ -137,24 +121,55 @@ class ModelWeights:
             return sum(pool.map(lambda piece: _piece_hash(piece, bits_of(piece)), counted)) & MASK64
 
 
+def check_tensors(expected: dict[str, tuple[int, ...]], checkpoint: Checkpoint, may_be_left_over: Collection[str], *, partial: bool) -> None:
+    """Compare names and shapes without reading data; ``partial`` allows tensors to be absent. Raises WeightsError."""
+    found = checkpoint.shapes()
+    missing = [] if partial else [name for name in expected if name not in found]
+    extra = [n for n in found if n not in expected and n not in may_be_left_over and not n.endswith(IGNORED_SUFFIXES)]
+    wrong = [
+        f"{name} has shape {list(found[name])}, the model needs {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    unreadable = checkpoint.unreadable()
+    problems = [
+        *([f"element types that can't be read: {_some(unreadable, '; ')}"] if unreadable else []),
+        *([f"missing tensors: {_some(missing)}"] if missing else []),
+        *([f"tensors the model does not have: {_some(extra)}"] if extra else []),
+        *([f"wrong shapes: {_some(wrong, '; ')}"] if wrong else []),
+    ]
+    if problems:
+        raise WeightsError(f"{checkpoint.source}: {'; '.join(problems)}")
+
+
 def _piece_hash(piece: WeightPiece, bits: np.ndarray) -> int:
+    return hash_of_bits(piece.name, piece.shape, bits, piece.rows, piece.columns)
+
+
+def hash_of_bits(name: str, shape: tuple[int, ...], bits: np.ndarray, rows: slice = ALL, columns: slice = ALL) -> int:
     """Sum over elements of ``bits[r, c] * row_key[r] * column_key[c]`` modulo 2**64.
 
-    The keys are odd and belong to the whole tensor's rows and columns, so parts of a tensor that stand
-    on different ranks add up to the hash of the whole, and any single changed bit changes it.
+    ``bits`` are the ``rows`` and ``columns`` of tensor ``name``. The keys are odd and belong to the
+    whole tensor's rows and columns, so parts of a tensor that stand on different ranks add up to the
+    hash of the whole, and any single changed bit changes it.
     """
     matrix = bits if bits.ndim == 2 else bits[:, None]
-    num_rows, num_columns = (*piece.shape, 1)[:2]
-    name = zlib.crc32(piece.name.encode())
-    row_keys = _odd_keys(num_rows, name)[piece.rows]
-    column_keys = _odd_keys(num_columns, name + 1)[piece.columns]
+    row_keys, column_keys = hash_keys(name, shape)
+    row_keys, column_keys = row_keys[rows], column_keys[columns]
     total = 0
-    rows_at_once = max(1, (1 << 20) // num_columns)
+    rows_at_once = max(1, (1 << 20) // column_keys.size)
     with np.errstate(over="ignore"):
         for start in range(0, len(matrix), rows_at_once):
             part = matrix[start : start + rows_at_once].astype(np.uint64) @ column_keys
             total += int((part * row_keys[start : start + rows_at_once]).sum(dtype=np.uint64))
     return total & MASK64
+
+
+def hash_keys(name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The keys of a tensor's rows and columns, uint64; a vector is a matrix of one column."""
+    num_rows, num_columns = (*shape, 1)[:2]
+    seed = zlib.crc32(name.encode())
+    return _odd_keys(num_rows, seed), _odd_keys(num_columns, seed + 1)
 
 
 def _odd_keys(count: int, seed: int) -> np.ndarray:

@@ -11,26 +11,31 @@ using namespace fused;
 
 // Tiles of up to 12 rows. In a tile of R rows, four consecutive k's of a row are one dword:
 //
-//   values  [k / 4][R][4] s8      scales, starts  [k / group][R]
+//   values  [k / 4][R][4] s8      scales, offsets, sums, starts  [k / 32][R]
 //
-// `starts` is -128 times the sum of a group's values: it cancels the 128 that weights are stored with.
-// A float32 linear reads `rows` instead.
+// A block's dot products are summed up as integers that begin at the bits of kMagic, and so are floats of
+// kMagic plus the sum: times `scales` plus `offsets` (-kMagic times the scale, exact because scales have
+// 22 bits) they are the scaled sum, rounded once. `sums` are a block's values added up, scaled; `starts`
+// are the bits of kMagic less 128 times the unscaled sum, which cancels the 128 that int8 weights are
+// stored with. A float32 linear reads `rows` instead.
 struct Activations {
-  int64_t num_rows, padded_k, group;
+  int64_t num_rows, padded_k;
   bool quantized;
   int8_t* values;
-  float* scales;
+  float *scales, *offsets, *sums;
   int32_t* starts;
   float* rows;  // [num_rows][padded_k]
 };
 
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: sums within 2^22 of it are exact
+constexpr int32_t kMagicBits = 0x4b400000;
+
 FE_INLINE int64_t rows_of_tile(int64_t num_rows, int64_t tile) { return min_i(kTileRows, num_rows - tile * kTileRows); }
 
-// Quantizes 32 values at a time, `group` / 32 chunks sharing a scale: x = scale * q, |q| <= 127. Values
-// at and after `k` count as zero. `x` need not be padded.
+// Quantizes blocks of 32: x = scale * q, |q| <= 127. Values at and after `k` count as zero. `x` need not be padded.
 void quantize_row(const float* x, int64_t k, int64_t row, const Activations& out);
-// One group of one row; x holds `group` floats.
-void quantize_group(const float* x, int64_t row, int64_t group_index, const Activations& out);
+// One block of one row.
+void quantize_block(const float* x, int64_t row, int64_t block, const Activations& out);
 
 }  // namespace FE_ISA
 }  // namespace fastengine

@@ -1,16 +1,21 @@
 // The fused decoder's C interface: handles, packing, steps. Errors come back as a message.
 #include <cpuid.h>
 
+#include <chrono>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "../kernels/thread_pool.h"
 #include "model.h"
 #include "pack.h"
 
 #define FE_ISA avx512
+#include "roofline.h"
 #include "step.h"
 #undef FE_ISA
 
@@ -18,19 +23,11 @@ namespace fastengine {
 namespace avx2 {
 int64_t step_bytes(const fused::ModelView& model, const fused::StepArgs& args, int num_threads);
 void run_step(const fused::ModelView& model, const fused::StepArgs& args, void* memory, int num_threads);
+int64_t read_all(const uint8_t* data, int64_t num_bytes);
+int64_t dot_rounds(int64_t rounds);
 }  // namespace avx2
 
 namespace fused {
-
-ModelView Model::view() {
-  layer_views.clear();
-  const auto pointer = [](const std::vector<float>& v) { return v.empty() ? nullptr : v.data(); };
-  for (const DecoderLayer& l : layers) {
-    layer_views.push_back({pointer(l.input_norm), pointer(l.post_attention_norm), pointer(l.query_norm), pointer(l.key_norm), l.qkv.view(), l.output.view(),
-                           l.gate_up.view(), l.down.view()});
-  }
-  return {shape, cos_sin.data(), layer_views.data(), embedding.view(), shape.tied != 0 ? embedding.view() : lm_head.view(), final_norm.data()};
-}
 
 namespace {
 
@@ -59,34 +56,18 @@ bool has_avx512_vnni() {
          __builtin_cpu_supports("avx512vnni");
 }
 
+// Runs body(thread) on every thread at once, and says how long that took.
+template <typename Body>
+double seconds_of(int64_t num_threads, const Body& body) {
+  const auto started = std::chrono::steady_clock::now();
+  std::vector<std::thread> threads;
+  for (int64_t t = 1; t < num_threads; ++t) threads.emplace_back(body, t);
+  body(0);
+  for (std::thread& thread : threads) thread.join();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+}
+
 Handle& at(int64_t id) { return *reinterpret_cast<Handle*>(id); }
-
-DecoderLayer& layer_of(Handle& handle, int64_t layer) {
-  if (layer < 0 || layer >= static_cast<int64_t>(handle.model.layers.size())) throw std::invalid_argument("there is no layer " + std::to_string(layer));
-  return handle.model.layers[static_cast<size_t>(layer)];
-}
-
-Linear& linear_of(Handle& handle, int64_t layer, const std::string& name) {
-  if (name == "embedding") return handle.model.embedding;
-  if (name == "lm_head") return handle.model.lm_head;
-  DecoderLayer& l = layer_of(handle, layer);
-  if (name == "qkv") return l.qkv;
-  if (name == "output") return l.output;
-  if (name == "gate_up") return l.gate_up;
-  if (name == "down") return l.down;
-  throw std::invalid_argument("there is no linear " + name);
-}
-
-std::vector<float>& vector_of(Handle& handle, int64_t layer, const std::string& name) {
-  if (name == "cos_sin") return handle.model.cos_sin;
-  if (name == "final_norm") return handle.model.final_norm;
-  DecoderLayer& l = layer_of(handle, layer);
-  if (name == "input_norm") return l.input_norm;
-  if (name == "post_attention_norm") return l.post_attention_norm;
-  if (name == "query_norm") return l.query_norm;
-  if (name == "key_norm") return l.key_norm;
-  throw std::invalid_argument("there is no vector " + name);
-}
 
 }  // namespace
 }  // namespace fused
@@ -97,12 +78,6 @@ using namespace fastengine::fused;  // NOLINT
 
 #pragma GCC visibility push(default)
 extern "C" {
-
-struct FusedPart {
-  const void* data;
-  const int32_t* order;
-  int64_t kind, rows;
-};
 
 const char* fe_fused_error() { return last_error.c_str(); }
 
@@ -121,38 +96,102 @@ void fe_fused_destroy(int64_t id) { delete &at(id); }
 
 int64_t fe_fused_uses_avx512(int64_t id) { return at(id).use_avx512; }
 
-int fe_fused_set_vector(int64_t id, int64_t layer, const char* name, const float* data, int64_t size) {
-  return guarded([&] { vector_of(at(id), layer, name).assign(data, data + size); });
+// cos_sin [max_position][rotary_dim] is copied.
+int fe_fused_set_rotary(int64_t id, const float* cos_sin, int64_t size) {
+  return guarded([&] { at(id).model.cos_sin.assign(cos_sin, cos_sin + size); });
 }
 
-int fe_fused_set_linear(int64_t id, int64_t layer, const char* name, const FusedPart* parts, int64_t num_parts, int64_t k, int64_t layout, int64_t group, int64_t paired,
-                        const float* bias) {
+int fe_fused_define_vector(int64_t id, int64_t layer, const char* name, int64_t size) {
   return guarded([&] {
-    std::vector<WeightPart> list;
-    for (int64_t i = 0; i < num_parts; ++i) list.push_back({static_cast<const uint8_t*>(parts[i].data), static_cast<SourceKind>(parts[i].kind), parts[i].rows, parts[i].order});
-    linear_of(at(id), layer, name) = pack_linear(list, k, static_cast<Layout>(layout), group, paired != 0, bias);
+    Model& model = at(id).model;
+    Vector& vector = model.vector(layer, name);
+    vector.size = size;
+    vector.at = model.reserve(size * static_cast<int64_t>(sizeof(float)));
   });
 }
 
+int fe_fused_define_linear(int64_t id, int64_t layer, const char* name, int64_t rows, int64_t k, int64_t layout, int64_t paired, int64_t has_bias) {
+  return guarded([&] {
+    Model& model = at(id).model;
+    define_linear(&model, &model.linear(layer, name), rows, k, static_cast<Layout>(layout), paired != 0, has_bias != 0);
+  });
+}
+
+// Of the arena that all definitions so far need.
+int64_t fe_fused_num_bytes(int64_t id) { return at(id).model.num_bytes; }
+
+// `arena` (64-byte aligned, zeroed or saved from another) is used until the next bind; null: none.
+void fe_fused_bind(int64_t id, uint8_t* arena) { at(id).model.bind(arena); }
+
+int fe_fused_set_vector(int64_t id, int64_t layer, const char* name, const float* values, int64_t size) {
+  return guarded([&] {
+    Model& model = at(id).model;
+    const Vector& vector = model.vector(layer, name);
+    if (size != vector.size) throw std::invalid_argument(std::string(name) + " has " + std::to_string(vector.size) + " values, not " + std::to_string(size));
+    std::memcpy(model.arena + vector.at, values, static_cast<size_t>(size) * sizeof(float));
+  });
+}
+
+int fe_fused_set_rows(int64_t id, int64_t layer, const char* name, int64_t first_row, const WeightPart* part, int64_t num_threads) {
+  return guarded([&] { pack_rows(at(id).model.linear(layer, name), at(id).model.arena, first_row, *part, static_cast<int>(num_threads)); });
+}
+
+int fe_fused_set_bias(int64_t id, int64_t layer, const char* name, int64_t first_row, const float* values, int64_t count) {
+  return guarded([&] { set_bias(at(id).model.linear(layer, name), at(id).model.arena, first_row, values, count); });
+}
+
 int fe_fused_unpack_row(int64_t id, int64_t layer, const char* name, int64_t row, float* out) {
-  return guarded([&] { unpack_row(linear_of(at(id), layer, name), row, out); });
+  return guarded([&] { unpack_row(at(id).model.linear(layer, name), at(id).model.arena, row, out); });
+}
+
+int fe_fused_hash_rows(const WeightPart* part, int64_t k, const uint64_t* row_keys, const uint64_t* column_keys, int64_t num_threads, uint64_t* hash) {
+  return guarded([&] { *hash = hash_rows(*part, k, row_keys, column_keys, static_cast<int>(num_threads)); });
 }
 
 int fe_fused_step(int64_t id, const StepArgs* args, int64_t num_threads) {
   return guarded([&] {
     Handle& handle = at(id);
     const std::lock_guard<std::mutex> lock(handle.running);
+    if (handle.model.arena == nullptr) throw std::invalid_argument("the model's memory is not bound");
     const ModelView view = handle.model.view();
     const int threads = static_cast<int>(num_threads);
     if (fastengine::num_threads() != threads) set_num_threads(threads);
     const int64_t needed = handle.use_avx512 ? avx512::step_bytes(view, *args, threads) : avx2::step_bytes(view, *args, threads);
-    if (needed > handle.memory.size()) handle.memory = Buffer(needed + needed / 4);
+    if (needed > handle.memory.size()) {
+      handle.memory = Buffer();  // the old one first
+      handle.memory = Buffer(needed + needed / 4);
+    }
     if (handle.use_avx512) {
       avx512::run_step(view, *args, handle.memory.data(), threads);
     } else {
       avx2::run_step(view, *args, handle.memory.data(), threads);
     }
   });
+}
+
+// Bytes per second at which `num_threads` threads together read `data`.
+double fe_fused_read_speed(const uint8_t* data, int64_t num_bytes, int64_t num_threads) {
+  const auto read = has_avx512_vnni() ? avx512::read_all : avx2::read_all;
+  const int64_t share = num_bytes / num_threads / 64 * 64;
+  return share * num_threads / seconds_of(num_threads, [&](int64_t thread) { read(data + thread * share, share); });
+}
+
+// int8 multiplications and additions per second of `num_threads` threads.
+double fe_fused_peak_speed(int64_t num_threads) {
+  constexpr int64_t kRounds = 1000000;
+  const auto compute = has_avx512_vnni() ? avx512::dot_rounds : avx2::dot_rounds;
+  int64_t operations = 0;
+  const double seconds = seconds_of(num_threads, [&](int64_t thread) {
+    const int64_t done = compute(kRounds);
+    if (thread == 0) operations = done;
+  });
+  return static_cast<double>(operations * num_threads) / seconds;
+}
+
+// Gives the step's working memory back; the next step takes it again.
+void fe_fused_trim(int64_t id) {
+  const std::lock_guard<std::mutex> lock(at(id).running);
+  at(id).memory = Buffer();
 }
 }
 #pragma GCC visibility pop

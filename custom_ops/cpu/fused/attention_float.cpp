@@ -63,6 +63,7 @@ void attend_group(const ChunkView<T>& chunk, const KvLayer& c, const float* quer
   float shrink[kRows];
   int64_t most = 0;
   for (int r = 0; r < kRows; ++r) most = max_i(most, counts[r]);
+  const int64_t padded = ceil_div(most, kLanes) * kLanes;
   for (int64_t i = 0; i < most; i += kAtOnce * kLanes) {
     const T* keys[kAtOnce];
     for (int v = 0; v < kAtOnce; ++v) {
@@ -71,7 +72,7 @@ void attend_group(const ChunkView<T>& chunk, const KvLayer& c, const float* quer
     }
     score_vectors<kRows>(keys, c.block_size, queries, c.head_dim, scores + i);
   }
-  for (int r = 0; r < kRows; ++r) shrink[r] = softmax_chunk(scores + r * kChunk, counts[r], states + r);
+  for (int r = 0; r < kRows; ++r) shrink[r] = softmax_chunk(scores + r * kChunk, counts[r], padded, states + r);
   int64_t d = 0;
   const T* values[kChunk / 16];
   const auto shifted = [&](int64_t offset) {
@@ -150,20 +151,40 @@ void store_row(const KvLayer& c, int64_t slot, int64_t head, const float* key, c
   }
 }
 
+// kLanes values of at most 127.
+FE_INLINE void round_to_bytes(Vec x, int8_t* out) {
+#if defined(__AVX512F__)
+  _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+#else
+  const __m256i q = _mm256_cvtps_epi32(x);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(words, words));
+#endif
+}
+
 FE_INLINE void store_row_int8(const KvLayer& c, int64_t slot, int64_t head, const float* key, const float* value) {
   const int64_t block = slot / c.block_size, offset = slot % c.block_size, d = c.head_dim;
   const int64_t base = (block * c.num_kv_heads + head) * c.block_size;
   uint8_t* const keys = static_cast<uint8_t*>(c.key) + base * d + offset * 4;
   int8_t* const values = static_cast<int8_t*>(c.value) + base * d + offset / 4 * 4 * d + offset % 4;
-  float key_most = 0.0f, value_most = 0.0f;
-  for (int64_t i = 0; i < d; ++i) {
-    key_most = __builtin_fabsf(key[i]) > key_most ? __builtin_fabsf(key[i]) : key_most;
-    value_most = __builtin_fabsf(value[i]) > value_most ? __builtin_fabsf(value[i]) : value_most;
+  Vec most[2] = {vzero(), vzero()};
+  for (int64_t i = 0; i < d; i += kLanes) {
+    most[0] = vmax(most[0], vmax(vload(key + i), vsub(vzero(), vload(key + i))));
+    most[1] = vmax(most[1], vmax(vload(value + i), vsub(vzero(), vload(value + i))));
   }
-  const float key_inverse = key_most > 0 ? 127.0f / key_most : 0.0f, value_inverse = value_most > 0 ? 127.0f / value_most : 0.0f;
-  for (int64_t i = 0; i < d; ++i) {
-    keys[i / 4 * c.block_size * 4 + i % 4] = static_cast<uint8_t>(128 + static_cast<int32_t>(__builtin_rintf(key[i] * key_inverse)));
-    values[i * 4] = static_cast<int8_t>(__builtin_rintf(value[i] * value_inverse));
+  const float key_most = vmaximum(most[0]), value_most = vmaximum(most[1]);
+  const Vec key_inverse = vset(key_most > 0 ? 127.0f / key_most : 0.0f), value_inverse = vset(value_most > 0 ? 127.0f / value_most : 0.0f);
+  for (int64_t i = 0; i < d; i += kLanes) {
+    alignas(64) int8_t key_bytes[kLanes], value_bytes[kLanes];
+    round_to_bytes(vmul(vload(key + i), key_inverse), key_bytes);
+    round_to_bytes(vmul(vload(value + i), value_inverse), value_bytes);
+    for (int64_t j = 0; j < kLanes; j += 4) {
+      uint32_t quad;
+      __builtin_memcpy(&quad, key_bytes + j, 4);
+      quad ^= 0x80808080u;  // plus 128
+      __builtin_memcpy(keys + (i + j) / 4 * c.block_size * 4, &quad, 4);
+    }
+    for (int64_t j = 0; j < kLanes; ++j) values[(i + j) * 4] = value_bytes[j];
   }
   c.key_scale[base + offset] = key_most / 127.0f;
   c.value_scale[base + offset] = value_most / 127.0f;
@@ -179,7 +200,7 @@ void write_kv(const KvLayer& cache, int64_t slot, int64_t head, const float* key
   }
 }
 
-int64_t attention_scratch_bytes(int64_t head_dim) { return 2 * kTaskRows * head_dim * 4 + kTaskRows * (kChunk + 64); }
+int64_t attention_scratch_bytes(int64_t head_dim) { return 2 * kTaskRows * head_dim * 4; }
 
 void attention_float(const AttentionInput& in, const AttentionTask& task, void* scratch) {
   if (in.cache.type == KvType::kBfloat16) {

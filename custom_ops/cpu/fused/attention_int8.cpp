@@ -70,23 +70,23 @@ FE_INLINE void add_values(const int8_t* const* values, int64_t head_dim, const i
   }
 }
 
-// Exponentials times value scales, as u8; returns their scale.
-FE_INLINE float quantize_weights(const float* p, const Chunk& chunk, int64_t count, uint8_t* out) {
-  alignas(64) float scaled[kChunk];
+// `count` exponentials times value scales, as u8, zeros behind them up to `padded`; returns their scale.
+FE_INLINE float quantize_weights(float* p, const Chunk& chunk, int64_t count, int64_t padded, uint8_t* out) {
   Vec most = vzero();
-  for (int64_t i = 0; i < kChunk; i += kLanes) {
-    const Vec product = vmul(vload(p + i), vload(chunk.value_scales[i / 16] + i % 16));
-    const Vec kept = vkeep_n(product, max_i(0, min_i(kLanes, count - i)), vzero());
-    vstore(scaled + i, kept);
-    most = vmax(most, kept);
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    Vec product = vmul(vload(p + i), vload(chunk.value_scales[i / 16] + i % 16));
+    // Scales of positions that nobody has written yet may be anything.
+    if (i + kLanes > count) product = vkeep_n(product, max_i(0, count - i), vzero());
+    vstore(p + i, product);
+    most = vmax(most, product);
   }
   const float largest = vmaximum(most);
   const Vec inverse = vset(largest > 0.0f ? 255.0f / largest : 0.0f);
-  for (int64_t i = 0; i < kChunk; i += kLanes) {
+  for (int64_t i = 0; i < padded; i += kLanes) {
 #if defined(__AVX512F__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(vmul(vload(scaled + i), inverse))));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(vmul(vload(p + i), inverse))));
 #else
-    const __m256i q = _mm256_cvtps_epi32(vmul(vload(scaled + i), inverse));
+    const __m256i q = _mm256_cvtps_epi32(vmul(vload(p + i), inverse));
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out + i), _mm_packus_epi16(words, words));
 #endif
@@ -101,6 +101,7 @@ void attend_group(const Chunk& chunk, const KvLayer& c, const int64_t* counts, c
   float shrink[kRows], scales[kRows];
   int64_t most = 0;
   for (int r = 0; r < kRows; ++r) most = max_i(most, counts[r]);
+  const int64_t padded = ceil_div(most, kLanes) * kLanes;
   for (int64_t i = 0; i < most; i += kAtOnce * kLanes) {
     const uint8_t* keys[kAtOnce];
     const float* key_scales[kAtOnce];
@@ -112,8 +113,8 @@ void attend_group(const Chunk& chunk, const KvLayer& c, const int64_t* counts, c
     score_vectors<kRows>(keys, key_scales, c.block_size, rows, c.head_dim / 4, scores + i);
   }
   for (int r = 0; r < kRows; ++r) {
-    shrink[r] = softmax_chunk(scores + r * kChunk, counts[r], rows.states + r);
-    scales[r] = quantize_weights(scores + r * kChunk, chunk, counts[r], reinterpret_cast<uint8_t*>(weights + r * (kChunk / 4)));
+    shrink[r] = softmax_chunk(scores + r * kChunk, counts[r], padded, rows.states + r);
+    scales[r] = quantize_weights(scores + r * kChunk, chunk, counts[r], padded, reinterpret_cast<uint8_t*>(weights + r * (kChunk / 4)));
   }
   const int64_t quads = ceil_div(most, 4);
   const int8_t* values[kChunk / 16];
@@ -140,18 +141,25 @@ void attend_rows(int64_t num_rows, const Chunk& chunk, const KvLayer& c, const i
 }
 
 // s8 values of a query row; returns the sum.
-int32_t quantize_query(const float* x, int64_t d, float* scale, int8_t* out) {
-  float most = 0.0f;
-  for (int64_t i = 0; i < d; ++i) most = __builtin_fabsf(x[i]) > most ? __builtin_fabsf(x[i]) : most;
-  const float inverse = most > 0 ? 127.0f / most : 0.0f;
-  int32_t sum = 0;
-  for (int64_t i = 0; i < d; ++i) {
-    const int32_t q = static_cast<int32_t>(__builtin_rintf(x[i] * inverse));
-    out[i] = static_cast<int8_t>(q);
-    sum += q;
+FE_INLINE int32_t quantize_query(const float* x, int64_t d, float* scale, int8_t* out) {
+  Vec most = vzero();
+  for (int64_t i = 0; i < d; i += kLanes) most = vmax(most, vmax(vload(x + i), vsub(vzero(), vload(x + i))));
+  const float largest = vmaximum(most);
+  const Vec inverse = vset(largest > 0 ? 127.0f / largest : 0.0f);
+  Vec total = vzero();
+  for (int64_t i = 0; i < d; i += kLanes) {
+    const Vec q = vround(vmul(vload(x + i), inverse));
+    total = vadd(total, q);
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(q)));
+#else
+    const __m256i ints = _mm256_cvtps_epi32(q);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(ints), _mm256_extracti128_si256(ints, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out + i), _mm_packs_epi16(words, words));
+#endif
   }
-  *scale = most / 127.0f;
-  return sum;
+  *scale = largest / 127.0f;
+  return static_cast<int32_t>(vsum(total));
 }
 
 Chunk chunk_at(const AttentionInput& in, const AttentionTask& task, const int32_t* table, int64_t begin, int64_t end) {

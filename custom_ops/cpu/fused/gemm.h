@@ -1,4 +1,4 @@
-// Tiles of a packed GEMM.
+// Panels of a packed GEMM.
 #pragma once
 
 #include "activations.h"
@@ -6,19 +6,15 @@
 namespace fastengine {
 namespace FE_ISA {
 
-// Bytes of scratch one thread needs for a panel of `linear`, expanded to u8.
-FE_INLINE int64_t expanded_panel_bytes(const LinearView& linear) { return linear.padded_k * kPanel; }
+// Rows of activations that pass over a panel together: their sums stay in the first-level cache.
+constexpr int64_t kChunkTiles = 8;
+constexpr int64_t kChunkRows = kChunkTiles * kTileRows;
 
-// Expands a panel of the 4-bit layout to the int8 layout.
-void expand_int4_panel(const uint8_t* panel, int64_t padded_k, uint8_t* out);
-
-// out[row][32] = activations of tile `tile` times one panel, without column scales and bias. `panel` is
-// of the int8 layout.
-void int8_tile(const uint8_t* panel, const Activations& a, int64_t tile, float* out);
-// The same, bit for bit, straight from the 4-bit layout; at most kMaxDirectRows rows.
-constexpr int64_t kMaxDirectRows = 4;
-void int4_tile(const uint8_t* panel, const Activations& a, int64_t tile, float* out);
-void float_tile(const float* panel, const Activations& a, int64_t tile, int64_t k, float* out);
+// out[row][32] = activations of `num_tiles` tiles from `first_tile` on, times one panel; without bias. The
+// order of float operations of a row does not depend on which rows are computed with it.
+void int8_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out);
+void int4_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out);
+void float_panel(const float* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, int64_t k, float* out);
 
 }  // namespace FE_ISA
 }  // namespace fastengine

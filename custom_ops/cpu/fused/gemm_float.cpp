@@ -1,4 +1,4 @@
-// Tiles of the float32 layout, which checks the others: one sum per output, k from first to last.
+// Panels of the float32 layout, which checks the others: one sum per output, k from first to last.
 #include "gemm.h"
 
 namespace fastengine {
@@ -29,11 +29,12 @@ void float_rows(const float* panel, const float* rows, int64_t stride, int64_t k
 
 }  // namespace
 
-void float_tile(const float* panel, const Activations& a, int64_t tile, int64_t k, float* out) {
-  const int64_t num_rows = rows_of_tile(a.num_rows, tile);
+void float_panel(const float* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, int64_t k, float* out) {
+  const int64_t first = first_tile * kTileRows, num_rows = min_i(num_tiles * kTileRows, a.num_rows - first);
+  const float* const rows = a.rows + first * a.padded_k;
   int64_t r = 0;
-  for (; r + kMaxRows <= num_rows; r += kMaxRows) float_rows<kMaxRows>(panel, a.rows + (tile * kTileRows + r) * a.padded_k, a.padded_k, k, out + r * kPanel);
-  for (; r < num_rows; ++r) float_rows<1>(panel, a.rows + (tile * kTileRows + r) * a.padded_k, a.padded_k, k, out + r * kPanel);
+  for (; r + kMaxRows <= num_rows; r += kMaxRows) float_rows<kMaxRows>(panel, rows + r * a.padded_k, a.padded_k, k, out + r * kPanel);
+  for (; r < num_rows; ++r) float_rows<1>(panel, rows + r * a.padded_k, a.padded_k, k, out + r * kPanel);
 }
 
 }  // namespace FE_ISA

@@ -1,34 +1,18 @@
 #include "pack.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
+#include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <stdexcept>
+#include <string>
 #include <thread>
+#include <vector>
 
 namespace fastengine {
 namespace fused {
 
-Buffer::Buffer(int64_t num_bytes) : size_(num_bytes) {
-  constexpr int64_t kHugePage = 2 << 20;
-  const bool huge = num_bytes >= kHugePage;
-  const int64_t alignment = huge ? kHugePage : 64;
-  // Kernels read ahead of what they use: a spare line behind the end.
-  const int64_t wanted = (num_bytes + 64 + alignment - 1) / alignment * alignment;
-  data_ = static_cast<uint8_t*>(std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(wanted)));
-  if (data_ == nullptr) throw std::bad_alloc();
-  if (huge) madvise(data_, static_cast<size_t>(wanted), MADV_HUGEPAGE);
-}
-
-Buffer::~Buffer() { std::free(data_); }
-
 namespace {
-
-constexpr int64_t kSourceBlock = 32;
 
 float half_to_float(const uint8_t* p) {
   uint16_t bits;
@@ -50,163 +34,140 @@ int64_t block_bytes(SourceKind kind) {
     case SourceKind::kQ4_0: return 18;
     case SourceKind::kQ4_1: return 20;
     case SourceKind::kQ8_0: return 34;
-    case SourceKind::kFloat16: return 64;
+    case SourceKind::kFloat16:
+    case SourceKind::kBfloat16: return 64;
     default: return 128;
   }
 }
 
-// A block of 32 four-bit weights: w = step * q + base with step >= 0.
-struct FourBitBlock {
+// Rounds to nearest even; what is too large becomes infinite.
+uint16_t float_to_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  const float size = std::fabs(value);
+  if (!(size < 65520.0f)) return static_cast<uint16_t>(sign | (std::isnan(value) ? 0x7e00u : 0x7c00u));
+  if (size < 6.103515625e-5f) return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(size * 16777216.0f)));
+  bits &= 0x7fffffffu;
+  bits += 0xfffu + (bits >> 13 & 1u);
+  return static_cast<uint16_t>(sign | ((bits >> 13) - (112u << 10)));
+}
+
+float rounded_to_half(float value) {
+  const uint16_t bits = float_to_half(value);
+  return half_to_float(reinterpret_cast<const uint8_t*>(&bits));
+}
+
+// A column's part of a block: w = step * q + base, q in [0, 15] or, with base 0, in [-127, 127].
+struct QuantizedBlock {
   float step, base;
-  uint8_t q[kSourceBlock];
+  int8_t q[kBlockK];
 };
 
-FourBitBlock read_four_bit(const uint8_t* p, SourceKind kind) {
-  FourBitBlock block;
+QuantizedBlock read_four_bit(const uint8_t* p, SourceKind kind, bool is_signed) {
+  QuantizedBlock block;
   block.step = half_to_float(p);
-  block.base = kind == SourceKind::kQ4_1 ? half_to_float(p + 2) : -8.0f * block.step;
+  const int shift = is_signed ? 8 : 0;
+  block.base = kind == SourceKind::kQ4_1 ? half_to_float(p + 2) : is_signed ? 0.0f : -8.0f * block.step;
   const uint8_t* const nibbles = p + (kind == SourceKind::kQ4_1 ? 4 : 2);
-  for (int i = 0; i < 16; ++i) block.q[i] = nibbles[i] & 15, block.q[i + 16] = nibbles[i] >> 4;
-  if (block.step < 0) {
-    block.base += 15.0f * block.step;
-    block.step = -block.step;
-    for (uint8_t& q : block.q) q = static_cast<uint8_t>(15 - q);
-  }
+  for (int i = 0; i < 16; ++i) block.q[i] = static_cast<int8_t>((nibbles[i] & 15) - shift), block.q[i + 16] = static_cast<int8_t>((nibbles[i] >> 4) - shift);
   return block;
 }
 
-float largest(const float* row, int64_t k) {
-  float most = 0.0f;
-  for (int64_t i = 0; i < k; ++i) most = std::max(most, std::fabs(row[i]));
-  return most;
+QuantizedBlock read_eight_bit(const uint8_t* p) {
+  QuantizedBlock block;
+  block.step = half_to_float(p);
+  block.base = 0.0f;
+  std::memcpy(block.q, p + 2, kBlockK);
+  return block;
 }
 
-uint8_t to_u8(float value) { return static_cast<uint8_t>(std::clamp(std::nearbyint(value) + 128.0f, 0.0f, 255.0f)); }
+// A value that is not finite makes the scale so, and with it every result.
+QuantizedBlock round_to_four_bits(const float* x) {
+  float low = x[0], high = x[0], finite = 0.0f;
+  for (int i = 0; i < kBlockK; ++i) low = std::min(low, x[i]), high = std::max(high, x[i]), finite += x[i] * 0.0f;
+  QuantizedBlock block{rounded_to_half((high - low) / 15.0f) + finite, rounded_to_half(low), {}};
+  const float inverse = block.step > 0 ? 1.0f / block.step : 0.0f;
+  for (int i = 0; i < kBlockK; ++i) block.q[i] = static_cast<int8_t>(std::fmin(std::fmax(std::nearbyint((x[i] - block.base) * inverse), 0.0f), 15.0f));
+  return block;
+}
+
+QuantizedBlock round_to_eight_bits(const float* x) {
+  float most = 0.0f, finite = 0.0f;
+  for (int i = 0; i < kBlockK; ++i) most = std::max(most, std::fabs(x[i])), finite += x[i] * 0.0f;
+  QuantizedBlock block{rounded_to_half(most / 127.0f) + finite, 0.0f, {}};
+  const float inverse = block.step > 0 ? 1.0f / block.step : 0.0f;
+  for (int i = 0; i < kBlockK; ++i) block.q[i] = static_cast<int8_t>(std::fmin(std::fmax(std::nearbyint(x[i] * inverse), -127.0f), 127.0f));
+  return block;
+}
+
+void put_half(uint8_t* target, int64_t column, float value) {
+  const uint16_t bits = float_to_half(value);
+  std::memcpy(target + column * 2, &bits, 2);
+}
+
+void put_int8_block(const QuantizedBlock& block, uint8_t* target, int64_t column) {
+  put_half(target + kScalesAt, column, block.step);
+  for (int64_t i = 0; i < kBlockK; ++i) target[kInt8ValuesAt + (i / 4 * kPanel + column) * 4 + i % 4] = static_cast<uint8_t>(block.q[i] + 128);
+}
+
+void put_int4_block(const QuantizedBlock& block, uint8_t* target, int64_t column) {
+  put_half(target + kScalesAt, column, block.step);
+  put_half(target + kInt4MinimaAt, column, block.base);
+  for (int64_t i = 0; i < kBlockK; i += 8) {
+    uint8_t* const pairs = target + kInt4NibblesAt + (i / 8 * kPanel + column) * 4;
+    for (int j = 0; j < 4; ++j) pairs[j] = static_cast<uint8_t>(block.q[i + j] | block.q[i + 4 + j] << 4);
+  }
+}
 
 void pack_float_column(const float* row, int64_t k, float* panel, int64_t column) {
   for (int64_t i = 0; i < k; ++i) panel[i * kPanel + column] = row[i];
 }
 
-void pack_int8_column(const float* row, int64_t k, float scale, uint8_t* panel, int64_t column) {
-  const float inverse = 1.0f / scale;
-  for (int64_t i = 0; i < k; ++i) panel[i / 4 * kPanel * 4 + column * 4 + i % 4] = to_u8(row[i] * inverse);
+bool is_four_bit(SourceKind kind) { return kind == SourceKind::kQ4_0 || kind == SourceKind::kQ4_1; }
+
+// The packed column of row r.
+int64_t column_of(const Linear& linear, int64_t r) {
+  if (!linear.paired) return r;
+  const int64_t half = linear.rows / 2, feature = r % half;
+  return feature / 16 * kPanel + feature % 16 + (r < half ? 0 : 16);
 }
 
-// Puts the nibble of (k inside the super-block, column) where pack.h says.
-void put_nibble(uint8_t* nibbles, int64_t k, int64_t column, uint8_t q) {
-  const int64_t half = k / 32, pair = k % 32 / 8, is_b = k % 8 / 4, vector = column / 16;
-  const int64_t byte = (column % 16 * 4 + k % 4) ^ 1;
-  nibbles[((half * 4 + pair) * 2 + vector) * 64 + byte] |= static_cast<uint8_t>(q << (4 * is_b));
-}
-
-// Integer factor and offset with (q * factor >> 8) + offset close to `target` of every q of a block.
-struct Expansion {
-  int64_t factor, offset;
-};
-
-// Squared errors, and above all their sum: activations of a block are not free of a common part, which
-// an error common to the block's weights would multiply.
-float expansion_error(const FourBitBlock& block, const float* target, Expansion e) {
-  constexpr float kBiasWeight = 1.0f;
-  float squares = 0.0f, sum = 0.0f;
-  for (int64_t i = 0; i < kSourceBlock; ++i) {
-    const float error = target[i] - static_cast<float>((block.q[i] * static_cast<int32_t>(e.factor) >> 8) + static_cast<int32_t>(e.offset));
-    squares += error * error;
-    sum += error;
-  }
-  return squares + kBiasWeight * sum * sum;
-}
-
-Expansion fit_expansion(const FourBitBlock& block, float inverse) {
-  float target[kSourceBlock];
-  float mean_target = 0.0f, mean_q = 0.0f;
-  int64_t top_q = 0;
-  for (int64_t i = 0; i < kSourceBlock; ++i) {
-    target[i] = (block.step * static_cast<float>(block.q[i]) + block.base) * inverse + 128.0f;
-    mean_target += target[i] / kSourceBlock;
-    mean_q += static_cast<float>(block.q[i]) / kSourceBlock;
-    top_q = std::max<int64_t>(top_q, block.q[i]);
-  }
-  constexpr float kFloorLoss = 0.498f;  // what rounding down takes on average
-  const float factor = 256.0f * block.step * inverse;
-  const int64_t middle = std::llround(mean_target + kFloorLoss - factor / 256.0f * mean_q);
-  Expansion best{0, 128};
-  float least = 3.0e38f;
-  for (int64_t offset = middle - 1; offset <= middle + 1; ++offset) {
-    // The factor that leaves no common error beside this offset.
-    const float balanced = mean_q > 0.5f ? 256.0f * (mean_target + kFloorLoss - static_cast<float>(offset)) / mean_q : factor;
-    for (int64_t step = -2; step <= 3; ++step) {
-      const int64_t candidate = std::clamp<int64_t>(step == 3 ? std::llround(factor) : std::llround(balanced) + 2 * step, 0, 65535 / 15);
-      const Expansion e{candidate, std::clamp<int64_t>(offset, 0, std::max<int64_t>(0, 255 - (top_q * candidate >> 8)))};
-      const float error = expansion_error(block, target, e);
-      if (error < least) least = error, best = e;
-    }
-  }
-  return best;
-}
-
-void pack_int4_block(const FourBitBlock& block, float scale, uint8_t* super_block, int64_t half, int64_t column) {
-  const Expansion e = fit_expansion(block, 1.0f / scale);
-  const uint16_t stored = static_cast<uint16_t>(e.factor);
-  std::memcpy(super_block + kInt4Scales + (half * kPanel + column) * 2, &stored, 2);
-  super_block[kInt4Offsets + half * kPanel + column] = static_cast<uint8_t>(e.offset);
-  for (int64_t i = 0; i < kSourceBlock; ++i) put_nibble(super_block + kInt4Nibbles, half * kSourceBlock + i, column, block.q[i]);
-}
-
-// Column whose weights are all zero: bytes of 128.
-void pack_empty_column(Linear* linear, uint8_t* panel, int64_t column) {
-  if (linear->shape.layout == Layout::kInt8) {
-    for (int64_t i = 0; i < linear->shape.padded_k; ++i) panel[i / 4 * kPanel * 4 + column * 4 + i % 4] = 128;
-  } else if (linear->shape.layout == Layout::kInt4) {
-    for (int64_t b = 0; b < linear->shape.padded_k / kBlockK; ++b) {
-      for (int64_t half = 0; half < 2; ++half) panel[b * kInt4BlockBytes + kInt4Offsets + half * kPanel + column] = 128;
+// `row` is scratch for k floats rounded up to whole blocks, zeroed behind k.
+void pack_column(const Linear& linear, uint8_t* arena, const uint8_t* source, SourceKind kind, int64_t n, float* row) {
+  const LinearView& shape = linear.shape;
+  uint8_t* const panel = arena + linear.weights_at + n / kPanel * shape.panel_bytes;
+  const int64_t column = n % kPanel;
+  const bool to_eight = shape.layout == Layout::kInt8;
+  const bool exact = shape.layout != Layout::kFloat32 && (to_eight ? kind == SourceKind::kQ8_0 || kind == SourceKind::kQ4_0 : is_four_bit(kind));
+  if (!exact) decode_row(source, kind, shape.k, row);
+  if (shape.layout == Layout::kFloat32) return pack_float_column(row, shape.k, reinterpret_cast<float*>(panel), column);
+  for (int64_t b = 0; b < shape.padded_k / kBlockK; ++b) {
+    const uint8_t* const stored = source + b * block_bytes(kind);
+    const float* const values = row + b * kBlockK;
+    if (to_eight) {
+      const QuantizedBlock block = !exact ? round_to_eight_bits(values) : kind == SourceKind::kQ8_0 ? read_eight_bit(stored) : read_four_bit(stored, kind, true);
+      put_int8_block(block, panel + b * kInt8BlockBytes, column);
+    } else {
+      put_int4_block(exact ? read_four_bit(stored, kind, false) : round_to_four_bits(values), panel + b * kInt4BlockBytes, column);
     }
   }
 }
 
-struct SourceRow {
-  const uint8_t* data = nullptr;
-  SourceKind kind = SourceKind::kFloat32;
-};
-
-void pack_column(Linear* linear, const SourceRow& source, int64_t n) {
-  uint8_t* const panel = linear->weights.data() + n / kPanel * linear->shape.panel_bytes;
-  const int64_t column = n % kPanel, k = linear->shape.k;
-  pack_empty_column(linear, panel, column);
-  if (source.data == nullptr) return;
-  std::vector<float> row(static_cast<size_t>(k));
-  decode_row(source.data, source.kind, k, row.data());
-  if (linear->shape.layout == Layout::kFloat32) return pack_float_column(row.data(), k, reinterpret_cast<float*>(panel), column);
-  const float scale = std::max(largest(row.data(), k) / 127.0f, 1e-20f);
-  linear->scales[static_cast<size_t>(n)] = scale;
-  if (linear->shape.layout == Layout::kInt8) return pack_int8_column(row.data(), k, scale, panel, column);
-  for (int64_t b = 0; b < k / kSourceBlock; ++b) {
-    const FourBitBlock block = read_four_bit(source.data + b * block_bytes(source.kind), source.kind);
-    pack_int4_block(block, scale, panel + b / 2 * kInt4BlockBytes, b % 2, column);
-  }
-}
-
-std::vector<SourceRow> source_rows(const std::vector<WeightPart>& parts, int64_t k, bool paired) {
-  std::vector<SourceRow> rows;
-  for (const WeightPart& part : parts) {
-    const int64_t bytes = row_bytes(part.kind, k);
-    for (int64_t r = 0; r < part.rows; ++r) rows.push_back({part.data + (part.order != nullptr ? part.order[r] : r) * bytes, part.kind});
-  }
-  if (!paired) return rows;
-  const int64_t half = static_cast<int64_t>(rows.size()) / 2, padded = (half + 15) / 16 * 16;
-  std::vector<SourceRow> mixed(static_cast<size_t>(2 * padded));
-  for (int64_t r = 0; r < half; ++r) {
-    const size_t target = static_cast<size_t>(r / 16 * kPanel + r % 16);
-    mixed[target] = rows[static_cast<size_t>(r)];
-    mixed[target + 16] = rows[static_cast<size_t>(half + r)];
-  }
-  return mixed;
+// Calls body(first, last) on several threads for parts of [0, count).
+template <typename Body>
+void in_parts(int64_t count, int num_threads, const Body& body) {
+  const int64_t parts = std::clamp<int64_t>(num_threads, 1, std::max<int64_t>(1, count / 64));
+  std::vector<std::thread> threads;
+  for (int64_t t = 1; t < parts; ++t) threads.emplace_back(body, count * t / parts, count * (t + 1) / parts);
+  body(0, count / parts);
+  for (std::thread& thread : threads) thread.join();
 }
 
 int64_t bytes_per_panel(Layout layout, int64_t padded_k) {
   switch (layout) {
     case Layout::kFloat32: return padded_k * kPanel * 4;
-    case Layout::kInt8: return padded_k * kPanel;
+    case Layout::kInt8: return padded_k / kBlockK * kInt8BlockBytes;
     default: return padded_k / kBlockK * kInt4BlockBytes;
   }
 }
@@ -215,9 +176,9 @@ int64_t bytes_per_panel(Layout layout, int64_t padded_k) {
 
 int64_t row_bytes(SourceKind kind, int64_t k) {
   if (kind == SourceKind::kFloat32) return 4 * k;
-  if (kind == SourceKind::kFloat16) return 2 * k;
-  if (k % kSourceBlock != 0) throw std::invalid_argument("rows of " + std::to_string(k) + " weights are no multiple of the block of 32");
-  return k / kSourceBlock * block_bytes(kind);
+  if (kind == SourceKind::kFloat16 || kind == SourceKind::kBfloat16) return 2 * k;
+  if (k % kBlockK != 0) throw std::invalid_argument("rows of " + std::to_string(k) + " weights are no multiple of the block of 32");
+  return k / kBlockK * block_bytes(kind);
 }
 
 void decode_row(const uint8_t* row, SourceKind kind, int64_t k, float* out) {
@@ -229,83 +190,98 @@ void decode_row(const uint8_t* row, SourceKind kind, int64_t k, float* out) {
     for (int64_t i = 0; i < k; ++i) out[i] = half_to_float(row + 2 * i);
     return;
   }
-  for (int64_t b = 0; b < k / kSourceBlock; ++b, row += block_bytes(kind), out += kSourceBlock) {
+  if (kind == SourceKind::kBfloat16) {
+    for (int64_t i = 0; i < k; ++i) {
+      uint16_t bits;
+      std::memcpy(&bits, row + 2 * i, 2);
+      const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+      std::memcpy(out + i, &wide, 4);
+    }
+    return;
+  }
+  for (int64_t b = 0; b < k / kBlockK; ++b, row += block_bytes(kind), out += kBlockK) {
+    const float step = half_to_float(row);
     if (kind == SourceKind::kQ8_0) {
-      const float step = half_to_float(row);
-      for (int i = 0; i < kSourceBlock; ++i) out[i] = step * static_cast<float>(static_cast<int8_t>(row[2 + i]));
+      for (int i = 0; i < kBlockK; ++i) out[i] = step * static_cast<float>(static_cast<int8_t>(row[2 + i]));
+    } else if (kind == SourceKind::kQ4_0) {
+      for (int i = 0; i < 16; ++i) out[i] = step * static_cast<float>((row[2 + i] & 15) - 8), out[i + 16] = step * static_cast<float>((row[2 + i] >> 4) - 8);
     } else {
-      const FourBitBlock block = read_four_bit(row, kind);
-      for (int i = 0; i < kSourceBlock; ++i) out[i] = block.step * static_cast<float>(block.q[i]) + block.base;
+      const float base = half_to_float(row + 2);
+      for (int i = 0; i < 16; ++i) out[i] = step * static_cast<float>(row[4 + i] & 15) + base, out[i + 16] = step * static_cast<float>(row[4 + i] >> 4) + base;
     }
   }
 }
 
-Linear pack_linear(const std::vector<WeightPart>& parts, int64_t k, Layout layout, int64_t group, bool paired, const float* bias) {
-  for (const WeightPart& part : parts) {
-    const bool four_bit = part.kind == SourceKind::kQ4_0 || part.kind == SourceKind::kQ4_1;
-    if (layout == Layout::kInt4 && !four_bit) throw std::invalid_argument("the 4-bit layout takes Q4_0 and Q4_1 weights only");
-  }
-  if (paired && (parts.size() != 2 || parts[0].rows != parts[1].rows)) throw std::invalid_argument("paired packing takes two parts of equal size");
-  const std::vector<SourceRow> rows = source_rows(parts, k, paired);
-  Linear linear;
-  LinearView& shape = linear.shape;
+void define_linear(Model* model, Linear* linear, int64_t rows, int64_t k, Layout layout, bool paired, bool has_bias) {
+  if (paired && rows % 2 != 0) throw std::invalid_argument("pairs need an even number of rows, got " + std::to_string(rows));
+  LinearView& shape = linear->shape;
+  linear->rows = rows;
+  linear->paired = paired;
   shape.layout = layout;
-  shape.n = static_cast<int64_t>(rows.size());
+  shape.n = paired ? (rows / 2 + 15) / 16 * 32 : rows;
   shape.k = k;
   shape.padded_k = (k + kBlockK - 1) / kBlockK * kBlockK;
   shape.num_panels = (shape.n + kPanel - 1) / kPanel;
-  shape.group = group;
-  if (group % 32 != 0 || shape.padded_k % group != 0) {
-    throw std::invalid_argument("activation groups must be multiples of 32 that divide " + std::to_string(shape.padded_k));
-  }
   shape.panel_bytes = bytes_per_panel(layout, shape.padded_k);
-  linear.weights = Buffer(shape.num_panels * shape.panel_bytes);
-  linear.scales.assign(static_cast<size_t>(shape.num_panels * kPanel), 0.0f);
-  if (bias != nullptr) {
-    linear.bias.assign(static_cast<size_t>(linear.shape.num_panels * kPanel), 0.0f);
-    for (int64_t n = 0; n < linear.shape.n; ++n) {
-      const int64_t half = linear.shape.n / 2;
-      const int64_t source = paired ? (n % kPanel < 16 ? 0 : half) + n / kPanel * 16 + n % 16 : n;
-      linear.bias[static_cast<size_t>(n)] = bias[source];
-    }
-  }
-  // Each thread packs whole panels, so that the pages of a panel are first touched together.
-  const auto pack_panels = [&](int64_t first, int64_t last) {
-    for (int64_t p = first; p < last; ++p) {
-      std::memset(linear.weights.data() + p * linear.shape.panel_bytes, 0, static_cast<size_t>(linear.shape.panel_bytes));
-      for (int64_t n = p * kPanel; n < (p + 1) * kPanel; ++n) pack_column(&linear, n < linear.shape.n ? rows[static_cast<size_t>(n)] : SourceRow(), n);
-    }
-  };
-  const int64_t num_threads = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, linear.shape.num_panels);
-  std::vector<std::thread> threads;
-  for (int64_t t = 1; t < num_threads; ++t) {
-    threads.emplace_back(pack_panels, linear.shape.num_panels * t / num_threads, linear.shape.num_panels * (t + 1) / num_threads);
-  }
-  pack_panels(0, linear.shape.num_panels / num_threads);
-  for (std::thread& thread : threads) thread.join();
-  return linear;
+  linear->weights_at = model->reserve(shape.num_panels * shape.panel_bytes);
+  linear->bias_at = has_bias ? model->reserve(shape.num_panels * kPanel * static_cast<int64_t>(sizeof(float))) : kAbsent;
 }
 
-void unpack_row(const Linear& linear, int64_t n, float* out) {
-  const uint8_t* const panel = linear.weights.data() + n / kPanel * linear.shape.panel_bytes;
-  const int64_t column = n % kPanel;
-  if (linear.shape.layout == Layout::kFloat32) {
-    for (int64_t i = 0; i < linear.shape.k; ++i) out[i] = reinterpret_cast<const float*>(panel)[i * kPanel + column];
-    return;
-  }
-  const float scale = linear.scales[static_cast<size_t>(n)];
-  if (linear.shape.layout == Layout::kInt8) {
-    for (int64_t i = 0; i < linear.shape.k; ++i) out[i] = scale * static_cast<float>(panel[i / 4 * kPanel * 4 + column * 4 + i % 4] - 128);
-    return;
-  }
+void pack_rows(const Linear& linear, uint8_t* arena, int64_t first_row, const WeightPart& part, int num_threads) {
+  const int64_t k = linear.shape.k, bytes = row_bytes(part.kind, k);
+  if (first_row < 0 || part.rows < 0 || first_row + part.rows > linear.rows) throw std::invalid_argument("rows outside of the linear's " + std::to_string(linear.rows));
+  in_parts(part.rows, num_threads, [&](int64_t first, int64_t last) {
+    std::vector<float> row(static_cast<size_t>(linear.shape.padded_k));
+    for (int64_t r = first; r < last; ++r) {
+      pack_column(linear, arena, part.data + (part.order != nullptr ? part.order[r] : r) * bytes, part.kind, column_of(linear, first_row + r), row.data());
+    }
+  });
+}
+
+void set_bias(const Linear& linear, uint8_t* arena, int64_t first_row, const float* values, int64_t count) {
+  if (linear.bias_at == kAbsent) throw std::invalid_argument("the linear has no bias");
+  if (first_row < 0 || first_row + count > linear.rows) throw std::invalid_argument("rows outside of the linear's " + std::to_string(linear.rows));
+  float* const bias = reinterpret_cast<float*>(arena + linear.bias_at);
+  for (int64_t r = 0; r < count; ++r) bias[column_of(linear, first_row + r)] = values[r];
+}
+
+uint64_t hash_rows(const WeightPart& part, int64_t k, const uint64_t* row_keys, const uint64_t* column_keys, int num_threads) {
+  const int64_t bytes = row_bytes(part.kind, k);
+  std::atomic<uint64_t> total{0};
+  in_parts(part.rows, num_threads, [&](int64_t first, int64_t last) {
+    std::vector<float> row(static_cast<size_t>(k));
+    uint64_t sum = 0;
+    for (int64_t r = first; r < last; ++r) {
+      decode_row(part.data + (part.order != nullptr ? part.order[r] : r) * bytes, part.kind, k, row.data());
+      uint64_t row_sum = 0;
+      for (int64_t i = 0; i < k; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, &row[static_cast<size_t>(i)], 4);
+        row_sum += bits * column_keys[i];
+      }
+      sum += row_sum * row_keys[r];
+    }
+    total += sum;
+  });
+  return total;
+}
+
+void unpack_row(const Linear& linear, const uint8_t* arena, int64_t r, float* out) {
+  const int64_t n = column_of(linear, r), column = n % kPanel;
+  const uint8_t* const panel = arena + linear.weights_at + n / kPanel * linear.shape.panel_bytes;
   for (int64_t i = 0; i < linear.shape.k; ++i) {
-    const uint8_t* const block = panel + i / kBlockK * kInt4BlockBytes;
-    const int64_t k = i % kBlockK, half = k / 32, byte = (column % 16 * 4 + k % 4) ^ 1;
-    const uint8_t pair = block[kInt4Nibbles + ((half * 4 + k % 32 / 8) * 2 + column / 16) * 64 + byte];
-    const int64_t q = k % 8 < 4 ? pair & 15 : pair >> 4;
-    uint16_t factor;
-    std::memcpy(&factor, block + kInt4Scales + (half * kPanel + column) * 2, 2);
-    out[i] = scale * static_cast<float>((q * factor >> 8) + block[kInt4Offsets + half * kPanel + column] - 128);
+    const int64_t b = i / kBlockK, j = i % kBlockK;
+    if (linear.shape.layout == Layout::kFloat32) {
+      out[i] = reinterpret_cast<const float*>(panel)[i * kPanel + column];
+    } else if (linear.shape.layout == Layout::kInt8) {
+      const uint8_t* const block = panel + b * kInt8BlockBytes;
+      out[i] = half_to_float(block + kScalesAt + column * 2) * static_cast<float>(block[kInt8ValuesAt + (j / 4 * kPanel + column) * 4 + j % 4] - 128);
+    } else {
+      const uint8_t* const block = panel + b * kInt4BlockBytes;
+      const uint8_t pair = block[kInt4NibblesAt + (j / 8 * kPanel + column) * 4 + j % 4];
+      const float q = static_cast<float>(j % 8 < 4 ? pair & 15 : pair >> 4);
+      out[i] = half_to_float(block + kScalesAt + column * 2) * q + half_to_float(block + kInt4MinimaAt + column * 2);
+    }
   }
 }
 

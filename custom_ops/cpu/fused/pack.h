@@ -1,46 +1,48 @@
 // Packing of weights, done once at load time.
 //
-// The 4-bit layout stores, for 64 k's of 32 columns (a super-block of 1216 bytes):
+// Both quantized layouts keep the files' own precision: a block is 32 k's of 32 columns, each column with
+// its own scale. Blocks of one panel follow each other.
 //
-//   | scale u16[32] of k 0-31 | scale u16[32] of k 32-63 | offset u8[32] | offset u8[32] | nibbles 2 x 512 |
+//   int8   | scale f16[32] | u8[8][32][4]: value + 128 of four k's by 32 columns, eight times |
+//   int4   | scale f16[32] | minimum f16[32] | u8[4][32][4]: low nibbles are k 8i .. 8i + 3, high ones k 8i + 4 .. 8i + 7 |
 //
-// and a weight is the unsigned byte  (nibble * scale >> 8) + offset, an exact integer, so every kernel
-// sees the same int8 weights whether it expands them in registers or to a buffer first. Sums of
-// products of integers don't depend on their order: a row's result is the same at any batch size.
-//
-// Nibbles of 64 bytes hold two vectors of four k's by 16 columns, A (k 8i .. 8i + 3) and B (k 8i + 4 ..
-// 8i + 7), arranged for 16-bit multiplies: in each 16-bit lane, from the lowest nibble on, A's second
-// byte, B's second, A's first, B's first.
+// Q8_0 and Q4_0 weights are exact in int8, Q4_0 and Q4_1 weights in int4; what else there is, is rounded.
 #pragma once
 
-#include <vector>
-
-#include "int4_layout.h"
+#include "layouts.h"
 #include "model.h"
 
 namespace fastengine {
 namespace fused {
 
-// Rows that come from one tensor of the checkpoint.
+// Rows of one tensor of the checkpoint.
 struct WeightPart {
   const uint8_t* data;   // row-major, each row contiguous in the format of `kind`
+  const int32_t* order;  // [rows]: source row of each packed row, or null for the order they lie in
   SourceKind kind;
   int64_t rows;
-  const int32_t* order;  // [rows]: source row of each packed row, or null for the order they lie in
 };
 
 // Bytes of one row of k weights. Throws std::invalid_argument when k is no multiple of the block.
 int64_t row_bytes(SourceKind kind, int64_t k);
 
-// Decodes one row to floats.
+// Decodes one row to floats, with the operations of the file format's definition.
 void decode_row(const uint8_t* row, SourceKind kind, int64_t k, float* out);
 
-// Packs the rows of all parts one after the other; `paired` interleaves two parts of equal size by 16
-// columns. kInt4 takes 4-bit sources only. Throws std::invalid_argument.
-Linear pack_linear(const std::vector<WeightPart>& parts, int64_t k, Layout layout, int64_t group, bool paired, const float* bias);
+// Fixes a linear's shape and its place in the arena; `paired` interleaves the two halves of its rows by
+// 16 columns. Throws std::invalid_argument.
+void define_linear(Model* model, Linear* linear, int64_t rows, int64_t k, Layout layout, bool paired, bool has_bias);
 
-// Row n of a packed matrix as floats [k].
-void unpack_row(const Linear& linear, int64_t n, float* out);
+// Packs rows [first_row, first_row + part.rows) in place, whatever was there.
+void pack_rows(const Linear& linear, uint8_t* arena, int64_t first_row, const WeightPart& part, int num_threads);
+
+void set_bias(const Linear& linear, uint8_t* arena, int64_t first_row, const float* values, int64_t count);
+
+// Row n of a packed matrix, as the model counts rows, as floats [k].
+void unpack_row(const Linear& linear, const uint8_t* arena, int64_t n, float* out);
+
+// Sum over elements of bits[r, c] * row_keys[r] * column_keys[c] modulo 2^64, of the rows' float32 values.
+uint64_t hash_rows(const WeightPart& part, int64_t k, const uint64_t* row_keys, const uint64_t* column_keys, int num_threads);
 
 }  // namespace fused
 }  // namespace fastengine

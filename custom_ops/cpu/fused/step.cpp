@@ -3,6 +3,7 @@
 
 #include "../kernels/thread_pool.h"
 #include "gemm_run.h"
+#include "layouts.h"
 #include "rows.h"
 #include "workspace.h"
 
@@ -10,18 +11,19 @@ namespace fastengine {
 namespace FE_ISA {
 namespace {
 
-// Memory for the activations of one or two linears of equal input, which may differ in layout and group.
+// Memory for the activations of one or two linears of equal input, which may differ in layout.
 Activations cut_activations(Cutter* cutter, const LinearView& w, const LinearView& other, int64_t num_rows) {
   Activations a;
   a.num_rows = num_rows;
   a.padded_k = w.padded_k;
-  a.group = min_i(w.group, other.group);
   const bool any_quantized = w.layout != Layout::kFloat32 || other.layout != Layout::kFloat32;
   const bool any_float = w.layout == Layout::kFloat32 || other.layout == Layout::kFloat32;
-  const int64_t quantized_rows = any_quantized ? num_rows : 0, num_groups = w.padded_k / a.group;
+  const int64_t quantized_rows = any_quantized ? num_rows : 0, num_blocks = w.padded_k / kBlockK;
   a.values = cutter->take<int8_t>(quantized_rows * w.padded_k);
-  a.scales = cutter->take<float>(quantized_rows * num_groups);
-  a.starts = cutter->take<int32_t>(quantized_rows * num_groups);
+  a.scales = cutter->take<float>(quantized_rows * num_blocks);
+  a.offsets = cutter->take<float>(quantized_rows * num_blocks);
+  a.sums = cutter->take<float>(quantized_rows * num_blocks);
+  a.starts = cutter->take<int32_t>(quantized_rows * num_blocks);
   a.rows = cutter->take<float>(any_float ? num_rows * w.padded_k : 0);
   a.quantized = false;
   return a;
@@ -30,7 +32,6 @@ Activations cut_activations(Cutter* cutter, const LinearView& w, const LinearVie
 // The same memory in the form that one linear reads.
 Activations for_linear(const Activations& a, const LinearView& w) {
   Activations out = a;
-  out.group = w.group;
   out.quantized = w.layout != Layout::kFloat32;
   return out;
 }
@@ -58,10 +59,7 @@ void fill_tasks(const ModelView& m, const StepArgs& s, AttentionTask* tasks) {
 }
 
 int64_t scratch_bytes(const ModelView& m) {
-  int64_t bytes = attention_scratch_bytes(m.shape.head_dim) + 4 * m.shape.hidden + 64;
-  const auto widen = [&](const LinearView& w) { bytes = max_i(bytes, 2 * expanded_panel_bytes(w)); };
-  for (int64_t l = 0; l < m.shape.num_layers; ++l) widen(m.layers[l].qkv), widen(m.layers[l].output), widen(m.layers[l].gate_up), widen(m.layers[l].down);
-  widen(m.head);
+  const int64_t bytes = attention_scratch_bytes(m.shape.head_dim) + 4 * m.shape.hidden + 64;
   return ceil_div(bytes, 64) * 64 + 64;
 }
 
@@ -71,10 +69,11 @@ Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* b
   const int64_t t = s.num_tokens, r = max_i(1, s.num_samples);
   Workspace w;
   w.team = cutter.take<Team>(1);
-  TaskCounter* const counters = cutter.take<TaskCounter>(m.shape.num_layers * kPhasesPerLayer + 8);
+  const int64_t num_phases = m.shape.num_layers * kPhasesPerLayer + 8;
+  Phase* const phases = cutter.take<Phase>(num_phases);
   if (base != nullptr) {
-    *w.team = {num_threads, counters, 0, 0};
-    for (int64_t i = 0; i < m.shape.num_layers * kPhasesPerLayer + 8; ++i) counters[i].next = 0;
+    *w.team = {num_threads, phases};
+    for (int64_t i = 0; i < num_phases; ++i) phases[i].next = 0, phases[i].done = 0, phases[i].sleeping = 0;
   }
   w.qkv_stride = layer.qkv.num_panels * kPanel;
   w.gated_stride = layer.gate_up.num_panels * kPanel / 2;
@@ -97,7 +96,24 @@ Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* b
   return w;
 }
 
-Vec silu(Vec gate) { return vdiv(gate, vadd(vset(1.0f), vexp(vsub(vzero(), gate)))); }
+float half_value(const uint8_t* p) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, sizeof(bits));
+  return _cvtsh_ss(bits);
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+// gate / (1 + e^-gate); the reciprocal's estimate is refined once, to about float's precision.
+Vec silu(Vec gate) {
+  const Vec divisor = vadd(vset(1.0f), vexp(vsub(vzero(), gate)));
+#if defined(__AVX512F__)
+  const Vec estimate = _mm512_rcp14_ps(divisor);
+  return vmul(gate, vmul(estimate, vsub(vset(2.0f), vmul(divisor, estimate))));
+#else
+  return vdiv(gate, divisor);
+#endif
+}
 
 struct Step {
   const ModelView& m;
@@ -130,7 +146,7 @@ struct Step {
   }
 
   void project_qkv(Member& me, const LayerView& layer) const {
-    run_gemm<1>(me, layer.qkv, for_linear(w.input, layer.qkv), scratch(me), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kTileRows * kPanel]) {
+    run_gemm<1>(me, layer.qkv, for_linear(w.input, layer.qkv), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       for (int64_t r = 0; r < n; ++r) {
         for (int64_t v = 0; v < kPanel; v += kLanes) vstore(w.qkv + (first + r) * w.qkv_stride + panel * kPanel + v, vload(values[0] + r * kPanel + v));
       }
@@ -170,7 +186,7 @@ struct Step {
   }
 
   void attend(Member& me, const KvLayer& c) const {
-    const AttentionInput in{c, w.qkv, w.qkv_stride, w.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale};
+    const AttentionInput in{c, w.qkv, w.qkv_stride, w.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale * kLog2E};
     for_tasks(me, w.num_tasks, 1, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) attention(in, w.tasks[i], scratch(me));
     });
@@ -179,7 +195,7 @@ struct Step {
   // x += the product.
   void project_and_add(Member& me, const LinearView& linear, const Activations& a) const {
     const int64_t h = m.shape.hidden;
-    run_gemm<1>(me, linear, a, scratch(me), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kTileRows * kPanel]) {
+    run_gemm<1>(me, linear, a, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       for (int64_t r = 0; r < n; ++r) {
         for (int64_t v = 0; v < kPanel && panel * kPanel + v < h; v += kLanes) {
           float* const target = w.x + (first + r) * h + panel * kPanel + v;
@@ -193,8 +209,8 @@ struct Step {
   // Two panels hold the gates and ups of 32 features: one group of the next linear's activations.
   void gate(Member& me, const LayerView& layer) const {
     const Activations product = for_linear(w.product, layer.down);
-    const bool at_once = product.quantized && product.group == 32 && layer.gate_up.num_panels * 16 == product.padded_k;
-    run_gemm<2>(me, layer.gate_up, for_linear(w.input, layer.gate_up), scratch(me), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kTileRows * kPanel]) {
+    const bool at_once = product.quantized && layer.gate_up.num_panels * 16 == product.padded_k;
+    run_gemm<2>(me, layer.gate_up, for_linear(w.input, layer.gate_up), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       const int64_t num_panels = min_i(2, layer.gate_up.num_panels - panel);
       for (int64_t r = 0; r < n; ++r) {
         alignas(64) float gated[32];
@@ -203,7 +219,7 @@ struct Step {
           for (int64_t v = 0; v < 16; v += kLanes) vstore(gated + p * 16 + v, vmul(silu(vload(pair + v)), vload(pair + 16 + v)));
         }
         if (at_once) {
-          quantize_group(gated, first + r, panel / 2, product);
+          quantize_block(gated, first + r, panel / 2, product);
         } else {
           float* const target = w.gated + (first + r) * w.gated_stride + panel * 16;
           for (int64_t v = 0; v < num_panels * 16; v += kLanes) vstore(target + v, vload(gated + v));
@@ -219,7 +235,11 @@ struct Step {
     for_tasks(me, s.num_samples, 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         float* const row = w.samples + r * h;
-        norm_row(w.x + s.sample_rows[r] * h, m.final_norm, h, m.shape.rms_epsilon, row);
+        if (s.hidden_in != nullptr) {
+          __builtin_memcpy(row, s.hidden_in + r * h, static_cast<size_t>(h) * sizeof(float));
+        } else {
+          norm_row(w.x + s.sample_rows[r] * h, m.final_norm, h, m.shape.rms_epsilon, row);
+        }
         quantize_row(row, h, r, last);
         if (s.hidden_out != nullptr) __builtin_memcpy(s.hidden_out + r * h, row, static_cast<size_t>(h) * sizeof(float));
       }
@@ -230,8 +250,7 @@ struct Step {
     const int64_t vocab = m.shape.vocab, rows = s.num_samples;
     float* const best_values = w.best_values + me.index * rows;
     int32_t* const best_ids = w.best_ids + me.index * rows;
-    for (int64_t r = 0; r < rows; ++r) best_values[r] = -3.4e38f, best_ids[r] = 0x7fffffff;
-    run_gemm<1>(me, m.head, for_linear(w.last, m.head), scratch(me), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kTileRows * kPanel]) {
+    run_gemm<1>(me, m.head, for_linear(w.last, m.head), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       const int64_t columns = min_i(kPanel, vocab - panel * kPanel);
       for (int64_t r = 0; r < n; ++r) {
         const float* const row = values[0] + r * kPanel;
@@ -257,6 +276,13 @@ struct Step {
   }
 
   void run(Member& me) const {
+    if (s.num_tokens > 0) run_layers(me);
+    if (s.num_samples == 0) return;
+    last_norm(me);
+    if (s.logits != nullptr || s.token_out != nullptr) head(me);
+  }
+
+  void run_layers(Member& me) const {
     embed(me);
     for (int64_t l = 0; l < m.shape.num_layers; ++l) {
       const LayerView& layer = m.layers[l];
@@ -271,9 +297,6 @@ struct Step {
       gate(me, layer);
       project_and_add(me, layer.down, for_linear(w.product, layer.down));
     }
-    if (s.num_samples == 0) return;
-    last_norm(me);
-    head(me);
   }
 };
 
@@ -297,8 +320,12 @@ void embedding_row(const LinearView& table, int64_t token, float* out) {
     for (int64_t i = 0; i < table.k; ++i) out[i] = reinterpret_cast<const float*>(panel)[i * kPanel + column];
     return;
   }
-  const float scale = table.scales[token];
-  for (int64_t i = 0; i < table.k; ++i) out[i] = scale * static_cast<float>(panel[i / 4 * kPanel * 4 + column * 4 + i % 4] - 128);
+  for (int64_t i = 0; i < table.k; i += 4) {
+    const uint8_t* const block = panel + i / kBlockK * kInt8BlockBytes;
+    const uint8_t* const values = block + kInt8ValuesAt + (i % kBlockK / 4 * kPanel + column) * 4;
+    const float scale = half_value(block + kScalesAt + column * 2);
+    for (int64_t j = 0; j < min_i(4, table.k - i); ++j) out[i + j] = scale * static_cast<float>(values[j] - 128);
+  }
 }
 
 int64_t step_bytes(const ModelView& model, const StepArgs& args, int num_threads) { return cut(model, args, num_threads, nullptr).num_bytes; }
@@ -306,6 +333,8 @@ int64_t step_bytes(const ModelView& model, const StepArgs& args, int num_threads
 void run_step(const ModelView& model, const StepArgs& args, void* memory, int num_threads) {
   const Workspace workspace = cut(model, args, num_threads, static_cast<uint8_t*>(memory));
   fill_tasks(model, args, workspace.tasks);
+  // Of every thread, whether or not it comes in time to do anything.
+  for (int64_t i = 0; i < num_threads * args.num_samples; ++i) workspace.best_values[i] = -3.4e38f, workspace.best_ids[i] = 0x7fffffff;
   const Step step{model, args, workspace};
   Job job{&step, workspace.team};
   run_tasks(num_threads, run_member, &job);

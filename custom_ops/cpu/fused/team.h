@@ -1,26 +1,33 @@
-// The threads of one step: a spin barrier, and tasks handed out by a counter per phase.
+// The threads of one step: a counter per phase hands out tasks, another counts those that are done.
 //
-// A step enters the thread pool once and stays in it; phases are separated by barriers of a tenth of a
-// microsecond. GCC's atomic builtins instead of std::atomic: kernels must leave no weak symbols.
+// A step enters the thread pool once and stays in it. A phase is over when its tasks are done, not when
+// every thread has been there: one that lost its core to another process holds nobody up unless it has a
+// task in hand, and runs through the finished phases when it is back. A thread that waits longer than a
+// task should take sleeps, so that the system can move the one it waits for to the core it leaves.
+// GCC's atomic builtins instead of std::atomic: kernels must leave no weak symbols.
 #pragma once
 
 #include <immintrin.h>
-#include <sched.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdint>
 
 namespace fastengine {
 namespace fused {
 
-struct alignas(64) TaskCounter {
-  int64_t next;
+constexpr uint64_t kSpinCycles = 60000;  // about 25 microseconds
+
+struct Phase {
+  alignas(64) int64_t next;
+  alignas(64) uint32_t done;  // waited for as a futex
+  int32_t sleeping;
 };
 
 struct Team {
   int num_threads;
-  TaskCounter* counters;  // one per phase, zero at the start
-  alignas(64) int32_t arrived;
-  alignas(64) uint32_t generation;
+  Phase* phases;  // all zero at the start
 };
 
 struct Member {
@@ -29,35 +36,42 @@ struct Member {
   int64_t phase;
 };
 
-static inline __attribute__((always_inline, unused)) void barrier(const Member& me) {
-  Team& team = *me.team;
-  if (team.num_threads == 1) return;
-  const uint32_t before = __atomic_load_n(&team.generation, __ATOMIC_RELAXED);
-  if (__atomic_add_fetch(&team.arrived, 1, __ATOMIC_ACQ_REL) == team.num_threads) {
-    __atomic_store_n(&team.arrived, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&team.generation, before + 1, __ATOMIC_RELEASE);
-    return;
-  }
-  // A partner that lost its core to another process may need ours to come back.
-  for (int spins = 0; __atomic_load_n(&team.generation, __ATOMIC_ACQUIRE) == before; ++spins) {
-    if (spins < 20000) {
-      _mm_pause();
-    } else {
-      sched_yield();
-    }
-  }
+static inline __attribute__((always_inline, unused)) void futex(uint32_t* word, int operation, uint32_t value) {
+  syscall(SYS_futex, word, operation, value, nullptr, nullptr, 0);
 }
 
-// Calls body(first, last) over ranges of [0, num_tasks) that this member took, then waits for all.
+static inline __attribute__((always_inline, unused)) void wait_until_done(Phase* phase, uint32_t num_tasks) {
+  uint32_t done = __atomic_load_n(&phase->done, __ATOMIC_ACQUIRE);
+  for (const uint64_t start = __rdtsc(); done != num_tasks && __rdtsc() - start < kSpinCycles;) {
+    _mm_pause();
+    done = __atomic_load_n(&phase->done, __ATOMIC_ACQUIRE);
+  }
+  if (done == num_tasks) return;
+  __atomic_add_fetch(&phase->sleeping, 1, __ATOMIC_SEQ_CST);
+  for (done = __atomic_load_n(&phase->done, __ATOMIC_SEQ_CST); done != num_tasks; done = __atomic_load_n(&phase->done, __ATOMIC_SEQ_CST)) {
+    futex(&phase->done, FUTEX_WAIT_PRIVATE, done);
+  }
+  __atomic_sub_fetch(&phase->sleeping, 1, __ATOMIC_SEQ_CST);
+}
+
+// Calls body(first, last) over ranges of [0, num_tasks) that this member took, then waits for the others'.
 template <typename Body>
 static inline __attribute__((always_inline, unused)) void for_tasks(Member& me, int64_t num_tasks, int64_t grain, const Body& body) {
-  int64_t* const next = &me.team->counters[me.phase++].next;
+  Phase* const phase = me.team->phases + me.phase++;
+  uint32_t mine = 0;
   for (;;) {
-    const int64_t first = __atomic_fetch_add(next, grain, __ATOMIC_RELAXED);
+    const int64_t first = __atomic_fetch_add(&phase->next, grain, __ATOMIC_RELAXED);
     if (first >= num_tasks) break;
-    body(first, first + grain < num_tasks ? first + grain : num_tasks);
+    const int64_t last = first + grain < num_tasks ? first + grain : num_tasks;
+    body(first, last);
+    mine += static_cast<uint32_t>(last - first);
   }
-  barrier(me);
+  const uint32_t all = static_cast<uint32_t>(num_tasks);
+  if (mine != 0 && __atomic_add_fetch(&phase->done, mine, __ATOMIC_SEQ_CST) == all) {
+    if (__atomic_load_n(&phase->sleeping, __ATOMIC_SEQ_CST) != 0) futex(&phase->done, FUTEX_WAKE_PRIVATE, 1u << 30);
+    return;
+  }
+  wait_until_done(phase, all);
 }
 
 }  // namespace fused

@@ -9,15 +9,15 @@ namespace fused {
 
 // Output columns lie in panels of 32: two vectors of 16 accumulators on AVX-512, four of 8 on AVX2.
 constexpr int64_t kPanel = 32;
-// K is padded to whole super-blocks of the 4-bit layout; padded weights are worth zero.
-constexpr int64_t kBlockK = 64;
+// Weights of a block of 32 k's share a scale, and so do a row's activations. K is padded to whole blocks.
+constexpr int64_t kBlockK = 32;
 // Rows of activations that one GEMM tile computes together.
 constexpr int64_t kTileRows = 12;
 
 enum class Layout : int32_t {
   kFloat32 = 0,  // [panel][k][32] float: for checking
-  kInt8 = 1,     // [panel][k / 4][32][4] u8, value = (u - 128) * column scale
-  kInt4 = 2,     // [panel][k / 64][1216 bytes]: nibbles that expand exactly to such u8, see pack.h
+  kInt8 = 1,     // [panel][k / 32][1088 bytes], value = scale * (u8 - 128): see pack.h
+  kInt4 = 2,     // [panel][k / 32][640 bytes], value = scale * nibble + minimum
 };
 
 enum class KvType : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
@@ -28,11 +28,9 @@ struct LinearView {
   int64_t n, k;        // as the model has them
   int64_t padded_k;    // multiple of kBlockK
   int64_t num_panels;  // of kPanel columns, the last one padded
-  int64_t group;       // activations that share one scale: a multiple of 32 that divides padded_k
   int64_t panel_bytes;
   const uint8_t* weights;
-  const float* scales;  // [num_panels * 32], one per column; unused for float32
-  const float* bias;    // [num_panels * 32], or null
+  const float* bias;  // [num_panels * 32], or null
 };
 
 struct LayerView {
@@ -85,7 +83,9 @@ struct StepArgs {
   float* const* value_scales;
   float* logits;       // [num_samples][vocab], or null
   int32_t* token_out;  // [num_samples]: argmax, or null
-  float* hidden_out;   // [num_samples][hidden] after the last norm, or null: for checking
+  float* hidden_out;   // [num_samples][hidden] after the last norm, or null
+  // [num_samples][hidden] of an earlier step's hidden_out: only their logits are computed, num_tokens is 0.
+  const float* hidden_in;
 };
 
 }  // namespace fused

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastengine.custom_ops.fused import FusedModel, FusedShape, KvType, Layout, Source, SourceKind, load_library
+from fastengine.custom_ops.fused import MODEL_LEVEL, FusedModel, FusedShape, KvType, Layout, Packing, Source, SourceKind, load_library
 from fastengine.custom_ops.library import LIBRARY_PATH
 from fastengine.model_files.gguf_header import GGUFTensorInfo, read_gguf
 from tests.conftest import load_golden
 
-from .tiny import Row, TinyCache, step
+from .tiny import Row, TinyCache, new_arena, step
 
 BLOCK_SIZE = 64
 # Weights as the file has them are exact; eight-bit products decide between near-equal tokens differently.
-MARGIN = {Layout.FLOAT32: 0.01, Layout.INT4: 0.5}
+MARGIN = {Layout.FLOAT32: 0.01, Layout.INT8: 0.5, Layout.INT4: 0.5}
 
 
 def load(path: Path, layout: Layout) -> FusedModel:
@@ -24,22 +24,27 @@ def load(path: Path, layout: Layout) -> FusedModel:
     angles = np.arange(1024)[:, None] * 100000.0 ** (-np.arange(0, 64, 2) / 64)
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     shape = FusedShape(30, 576, 9, 3, 64, 1536, 49152, 1e-5, table, rope_interleaved=True, tied=True)
-    model = FusedModel(load_library(LIBRARY_PATH), shape, 2)
+    model = FusedModel(load_library(LIBRARY_PATH), shape, Packing(layout), 2)
+    model.bind(new_arena(model))
 
-    def source(name: str) -> Source:
-        info = tensors[f"{name}.weight"]
-        return Source(data[info.offset : info.offset + info.nbytes], SourceKind[info.type_name], info.shape[0])
+    def pack(linear: str, names: list[str], layer: int = MODEL_LEVEL) -> None:
+        first_row = 0
+        for name in names:
+            info = tensors[f"{name}.weight"]
+            source = Source(data[info.offset : info.offset + info.nbytes], SourceKind[info.type_name], info.shape[0])
+            model.set_rows(linear, source, layer, first_row=first_row)
+            first_row += source.rows
 
     for layer in range(30):
         prefix = f"blk.{layer}"
         model.set_vector("input_norm", vector_of(data, tensors[f"{prefix}.attn_norm.weight"]), layer)
         model.set_vector("post_attention_norm", vector_of(data, tensors[f"{prefix}.ffn_norm.weight"]), layer)
-        model.set_linear("qkv", [source(f"{prefix}.attn_{x}") for x in "qkv"], 576, layout, layer)
-        model.set_linear("output", [source(f"{prefix}.attn_output")], 576, layout, layer)
-        model.set_linear("gate_up", [source(f"{prefix}.ffn_gate"), source(f"{prefix}.ffn_up")], 576, layout, layer)
-        model.set_linear("down", [source(f"{prefix}.ffn_down")], 1536, layout, layer)
+        pack("qkv", [f"{prefix}.attn_{x}" for x in "qkv"], layer)
+        pack("output", [f"{prefix}.attn_output"], layer)
+        pack("gate_up", [f"{prefix}.ffn_gate", f"{prefix}.ffn_up"], layer)
+        pack("down", [f"{prefix}.ffn_down"], layer)
     model.set_vector("final_norm", vector_of(data, tensors["output_norm.weight"]))
-    model.set_linear("embedding", [source("token_embd")], 576, Layout.FLOAT32 if layout == Layout.FLOAT32 else Layout.INT8)
+    pack("embedding", ["token_embd"])
     return model
 
 
@@ -48,7 +53,10 @@ def vector_of(data: np.ndarray, info: GGUFTensorInfo) -> np.ndarray:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("layout", "kv_type"), [(Layout.FLOAT32, KvType.FLOAT32), (Layout.INT4, KvType.BFLOAT16), (Layout.INT4, KvType.INT8)])
+@pytest.mark.parametrize(
+    ("layout", "kv_type"),
+    [(Layout.FLOAT32, KvType.FLOAT32), (Layout.INT8, KvType.BFLOAT16), (Layout.INT8, KvType.INT8), (Layout.INT4, KvType.BFLOAT16)],
+)
 def test_greedy_answers_equal_the_reference_where_it_is_sure(default_model: Path, layout: Layout, kv_type: KvType) -> None:
     """Every recorded token is fed back, so that each step is judged on its own."""
     model = load(default_model, layout)

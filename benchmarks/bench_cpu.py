@@ -1,0 +1,229 @@
+"""The CPU step offline: prefill and decode in tokens per second, beside what the machine could do.
+
+``python benchmarks/bench_cpu.py --model FILE.gguf`` measures the machine's read bandwidth and integer
+peak and the model in the same run, so that a share of the roofline means something on a shared machine.
+``--peers openvino llama.cpp`` installs the named peers into an environment of their own and runs them in
+turn with fastengine (A B A B): whole answers of 128 tokens to prompts of 64, medians and ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import paddle
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.cpu_peers import PEERS, install_peer, run_peer
+from benchmarks.cpu_roofline import Machine, measure_machine
+from fastengine.config import EngineConfig
+from fastengine.protocol.requests import SamplingParams
+from fastengine.protocol.steps import StartedSequence, StepPlan
+from fastengine.protocol.tokens import pack_token_ids
+from fastengine.worker.memory import rss_bytes
+from fastengine.worker.model_host import ModelHost
+from fastengine.worker.parallel import TensorParallel
+
+BLOCK_SIZE = 64
+PREFILL_TOKENS = 512
+DECODE_STEPS = 64
+WARM_UP_STEPS = 4
+# Whole answers beside peers: prompt and output tokens.
+PEER_PROMPT, PEER_OUTPUT = 64, 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """``batch`` sequences; ``context`` 0: their prompts of PREFILL_TOKENS are computed, else one token after ``context`` others."""
+
+    batch: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        return f"decode {self.batch} at {self.context}" if self.context else f"prefill {PREFILL_TOKENS}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes read and integer operations of one step."""
+
+    weight_bytes: int
+    kv_bytes: int
+    operations: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Tokens per second of the CPU step, its roofline, and peers.")
+    parser.add_argument("--model", required=True, help="GGUF file or model directory.")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 4096])
+    parser.add_argument("--rounds", type=int, default=3, help="Each case is measured this often; medians are shown.")
+    parser.add_argument("--peers", nargs="*", default=[], choices=sorted(PEERS))
+    parser.add_argument("--json", type=Path, help="Write the figures to this file as well.")
+    args = parser.parse_args()
+    paddle.set_grad_enabled(False)
+    cases = [Case(1, 0), *(Case(batch, context) for context in args.contexts for batch in args.batches)]
+    bench = Bench(args.model, args.quantization, args.kv_cache_dtype, args.threads, max(args.batches), max(args.contexts))
+    machine = measure_machine(args.threads, bench.arena)
+    print(f"{bench.description}; load average {os.getloadavg()[0]:.1f}")
+    print(f"{args.threads} threads: reads the weights at {machine.bytes_per_s / 1e9:.1f} GB/s, int8 peak {machine.operations_per_s / 1e9:.0f} Gop/s")
+    figures = {case.name: [] for case in cases}
+    for _ in range(args.rounds):
+        for case in cases:
+            figures[case.name].append(bench.tokens_per_s(case))
+    medians = {name: statistics.median(values) for name, values in figures.items()}
+    print_table(cases, figures, bench, machine)
+    print(f"peak resident memory {peak_rss_bytes() >> 20} MiB, now {rss_bytes() >> 20} MiB")
+    peers = compare_with_peers(args, bench) if args.peers else {}
+    if args.json:
+        args.json.write_text(json.dumps({"machine": asdict(machine), "fastengine": medians, "peers": peers}, indent=1))
+    return 0
+
+
+class Bench:
+    """One loaded model; every case starts its sequences anew."""
+
+    def __init__(self, model: str, quantization: str, kv_cache_dtype: str, threads: int, max_batch: int, max_context: int):
+        length = max(max_context, PREFILL_TOKENS, PEER_PROMPT + PEER_OUTPUT) + DECODE_STEPS + WARM_UP_STEPS + BLOCK_SIZE
+        self._config = EngineConfig.from_flags(
+            model=model,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=max_batch,
+            max_num_batched_tokens=max(2048, max_batch),
+            max_model_len=length,
+            cpu_threads=threads,
+        )
+        self._host = ModelHost(self._config, TensorParallel(), threads)
+        self._host.load(lambda share: None)
+        self._blocks_per_sequence = -(-length // BLOCK_SIZE)
+        self._host.init_cache(self._blocks_per_sequence * max_batch, 0)
+
+    @property
+    def arena(self) -> np.ndarray:
+        """The largest piece of weights, bytes."""
+        storage = max(self._host.weights.storages(), key=lambda storage: storage.nbytes)
+        return storage.bits(tuple(slice(None) for _ in storage.shape)).reshape(-1).view(np.uint8)
+
+    @property
+    def description(self) -> str:
+        weights = sum(storage.nbytes for storage in self._host.weights.storages())
+        return f"{self._host.compute_plan.reason}; KV {self._host.kv_shape().dtype}; weights {weights / 1e6:.0f} MB"
+
+    def tokens_per_s(self, case: Case) -> float:
+        if case.context == 0:
+            started = time.perf_counter()
+            self._start(1, PREFILL_TOKENS)
+            return PREFILL_TOKENS / (time.perf_counter() - started)
+        self._start(case.batch, case.context)
+        slots = list(range(case.batch))
+        for _ in range(WARM_UP_STEPS):
+            self._decode(slots)
+        started = time.perf_counter()
+        for _ in range(DECODE_STEPS):
+            self._decode(slots)
+        return case.batch * DECODE_STEPS / (time.perf_counter() - started)
+
+    def whole_run(self, batch: int, context: int, steps: int) -> float:
+        """Output tokens per second of ``batch`` answers of ``steps`` tokens, their prompts included."""
+        started = time.perf_counter()
+        self._start(batch, context)  # yields the first token
+        for _ in range(steps - 1):
+            self._decode(list(range(batch)))
+        return batch * steps / (time.perf_counter() - started)
+
+    def work(self, case: Case) -> Work:
+        """What a step must read and compute, whoever computes it in this layout."""
+        spec, kv = self._host.spec, self._host.kv_shape()
+        tokens = case.batch if case.context else PREFILL_TOKENS
+        context = case.context + WARM_UP_STEPS + DECODE_STEPS // 2 if case.context else PREFILL_TOKENS // 2
+        q, kv_width = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        per_layer = spec.hidden_size * (2 * q + 2 * kv_width + 3 * spec.intermediate_size)
+        head = spec.hidden_size * spec.vocab_size * (case.batch if case.context else 1)
+        linear = spec.num_hidden_layers * per_layer * tokens + head
+        attention = spec.num_hidden_layers * 2 * q * context * tokens
+        weights = sum(storage.nbytes for storage in self._host.weights.storages())
+        kv_bytes = kv.bytes_per_block // BLOCK_SIZE * context * (case.batch if case.context else 1)
+        return Work(weights, kv_bytes, 2 * (linear + attention))
+
+    def _start(self, batch: int, length: int) -> None:
+        """Fill ``batch`` slots with prompts of ``length`` tokens, one prompt per step."""
+        rng = np.random.default_rng(length)
+        self._host.step(StepPlan(step_id=0, released=pack_token_ids(range(self._config.scheduler.max_num_seqs))))
+        for slot in range(batch):
+            first = slot * self._blocks_per_sequence
+            sequence = StartedSequence(
+                slot=slot,
+                token_ids=pack_token_ids(rng.integers(0, self._host.spec.vocab_size, length).tolist()),
+                num_prompt=length,
+                num_computed=0,
+                block_ids=pack_token_ids(range(first, first + self._blocks_per_sequence)),
+                sampling=SamplingParams(temperature=0.0),
+                seed=0,
+                request_id=f"bench-{slot}",
+            )
+            chunk = {"chunk_slots": [slot], "chunk_starts": [0], "chunk_lengths": [length]}
+            self._host.step(StepPlan(step_id=0, started=[sequence], **{name: pack_token_ids(values) for name, values in chunk.items()}))
+
+    def _decode(self, slots: list[int]) -> None:
+        self._host.step(StepPlan(step_id=0, decodes=pack_token_ids(slots)))
+
+
+def print_table(cases: list[Case], figures: dict[str, list[float]], bench: Bench, machine: Machine) -> None:
+    print(f"{'case':18} {'tok/s':>8} {'best':>8} {'MB read':>8} {'Gop':>7} {'roofline':>9} {'reached':>8}  limit")
+    for case in cases:
+        work = bench.work(case)
+        tokens = case.batch if case.context else PREFILL_TOKENS
+        reading = (work.weight_bytes + work.kv_bytes) / machine.bytes_per_s
+        computing = work.operations / machine.operations_per_s
+        roofline = tokens / max(reading, computing)
+        median = statistics.median(figures[case.name])
+        limit = "bandwidth" if reading > computing else "compute"
+        read_mb = (work.weight_bytes + work.kv_bytes) / 1e6
+        print(
+            f"{case.name:18} {median:8.0f} {max(figures[case.name]):8.0f} {read_mb:8.0f} {work.operations / 1e9:7.1f} {roofline:9.0f} {median / roofline:8.0%}  {limit}"
+        )
+
+
+def compare_with_peers(args: argparse.Namespace, bench: Bench) -> dict[str, dict[str, float]]:
+    """fastengine and each peer in turn, ``args.rounds`` times; whole-run figures of the same shape for both."""
+    results: dict[str, dict[str, list[float]]] = {}
+    environments = {name: install_peer(name) for name in args.peers}
+    for _ in range(args.rounds):
+        for batch in args.batches:
+            measured = bench.whole_run(batch, PEER_PROMPT, PEER_OUTPUT)
+            results.setdefault(f"answers {batch}", {}).setdefault("fastengine", []).append(measured)
+        results.setdefault("prefill", {}).setdefault("fastengine", []).append(bench.tokens_per_s(Case(1, 0)))
+        for name in args.peers:
+            figures = run_peer(name, environments[name], args.model, args.threads, PREFILL_TOKENS, PEER_PROMPT, PEER_OUTPUT, args.batches)
+            for key, value in figures.items():
+                results.setdefault(key, {}).setdefault(name, []).append(value)
+    medians = {key: {name: statistics.median(values) for name, values in row.items()} for key, row in results.items()}
+    for key, row in medians.items():
+        cells = "  ".join(f"{name} {value:8.0f} (x{row['fastengine'] / value:.2f})" for name, value in row.items())
+        print(f"{key:12} {cells}")
+    return medians
+
+
+def peak_rss_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmHWM line")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What fewer bits cost: perplexity over fixed texts, against the float32 model of the same file.
+
+``python benchmarks/bench_quality.py --model FILE.gguf`` prints, for English, Chinese and code, the
+perplexity of each way to compute and its distance to float32, from the prompt log-probabilities that the
+worker itself gives. The rule: what is the default must stay within one percent on every text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import paddle
+
+from fastengine.config import EngineConfig
+from fastengine.protocol.requests import SamplingParams
+from fastengine.protocol.steps import StartedSequence, StepPlan
+from fastengine.protocol.tokens import pack_token_ids
+from fastengine.text.load import load_tokenizer
+from fastengine.worker.model_host import ModelHost
+from fastengine.worker.parallel import TensorParallel
+
+DATA = Path(__file__).resolve().parent / "data"
+TEXTS = ("english", "chinese", "code")
+REFERENCE = ("none", "float32")
+WINDOW = 512
+BLOCK_SIZE = 64
+LARGEST_LOSS = 0.01
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Perplexity of each quantization against float32.")
+    parser.add_argument("--model", required=True, help="Model directory or GGUF file.")
+    parser.add_argument("--ways", default="wint4:float32,wint4:bfloat16,wint4:int8,wint8:int8", help="quantization:kv_cache_dtype, ...")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="Write the figures to this file as well.")
+    args = parser.parse_args()
+    paddle.set_grad_enabled(False)
+    ways = [REFERENCE, *(tuple(way.split(":")) for way in args.ways.split(","))]
+    figures = {}
+    for quantization, kv in ways:
+        figures[f"{quantization}:{kv}"] = perplexities(args.model, quantization, kv, args.threads)
+        show(f"{quantization}:{kv}", figures)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+def show(name: str, figures: dict[str, dict[str, float]]) -> None:
+    reference = figures[":".join(REFERENCE)]
+    cells = [f"{text} {value:9.4f} ({value / reference[text] - 1:+.2%})" for text, value in figures[name].items()]
+    worst = max(value / reference[text] - 1 for text, value in figures[name].items())
+    print(f"{name:16} {'  '.join(cells)}  {'ok' if worst <= LARGEST_LOSS else 'too much for a default'}", flush=True)
+
+
+def perplexities(model: str, quantization: str, kv: str, threads: int) -> dict[str, float]:
+    config = EngineConfig.from_flags(
+        model=model, quantization=quantization, kv_cache_dtype=kv, block_size=BLOCK_SIZE, max_num_seqs=1, max_model_len=WINDOW, cpu_threads=threads
+    )
+    host = ModelHost(config, TensorParallel(), threads)
+    host.load(lambda share: None)
+    host.init_cache(WINDOW // BLOCK_SIZE, 0)
+    tokenizer = load_tokenizer(config.model, host.spec)
+    found = {}
+    for text in TEXTS:
+        token_ids = tokenizer.encode((DATA / f"{text}.txt").read_text())
+        logprobs = [value for part in windows(token_ids) for value in prompt_logprobs(host, part)]
+        found[text] = math.exp(-sum(logprobs) / len(logprobs))
+    return found
+
+
+def windows(token_ids: list[int]) -> Iterator[list[int]]:
+    """Pieces of at most WINDOW - 1 tokens; what a step samples after them still fits."""
+    for start in range(0, len(token_ids) - 1, WINDOW - 1):
+        yield token_ids[start : start + WINDOW - 1]
+
+
+def prompt_logprobs(host: ModelHost, token_ids: list[int]) -> list[float]:
+    """The log-probability of every token but the first, in one step."""
+    length = len(token_ids)
+    sequence = StartedSequence(
+        slot=0,
+        token_ids=pack_token_ids(token_ids),
+        num_prompt=length,
+        num_computed=0,
+        block_ids=pack_token_ids(range(-(-length // BLOCK_SIZE))),
+        sampling=SamplingParams(temperature=0.0, prompt_logprobs=0),
+        seed=0,
+        request_id="text",
+    )
+    numbers = {"chunk_slots": [0], "chunk_starts": [0], "chunk_lengths": [length], "released": [0]}
+    result = host.step(StepPlan(step_id=0, started=[sequence], **{name: pack_token_ids(values) for name, values in numbers.items()}))
+    if result.errors:
+        raise RuntimeError(result.errors[0].message)
+    return [entry.logprob for part in result.prompt_logprobs for entry in part.tokens]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

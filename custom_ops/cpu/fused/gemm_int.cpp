@@ -1,0 +1,128 @@
+// Panels of the int8 and int4 layouts: a block of weights stays in registers while all rows pass by.
+#include "dot.h"
+#include "gemm.h"
+#include "layouts.h"
+
+namespace fastengine {
+namespace FE_ISA {
+namespace {
+
+constexpr int kVecs = kPanel / kLanes;
+constexpr int kQuads = kBlockK / 4;
+constexpr int kMaxRows = 4;  // whose sums are in registers together
+
+// 32 k's of two vectors of columns.
+template <int kBits>
+struct Weights {
+  IVec quads[kQuads][2];
+  Vec scales[2], minima[2];
+};
+
+FE_INLINE Vec halves(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#endif
+}
+
+#if defined(__AVX512F__)
+FE_INLINE IVec low_nibbles(IVec x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+FE_INLINE IVec high_nibbles(IVec x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+FE_INLINE Vec as_floats(IVec x) { return _mm512_castsi512_ps(x); }
+#else
+FE_INLINE IVec low_nibbles(IVec x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+FE_INLINE IVec high_nibbles(IVec x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+FE_INLINE Vec as_floats(IVec x) { return _mm256_castsi256_ps(x); }
+#endif
+
+template <int kBits>
+FE_INLINE Weights<kBits> load_weights(const uint8_t* block, int64_t column) {
+  Weights<kBits> w;
+  for (int u = 0; u < 2; ++u) {
+    const int64_t at = column + u * kLanes;
+    w.scales[u] = halves(block + kScalesAt + at * 2);
+    if (kBits == 8) {
+      for (int q = 0; q < kQuads; ++q) w.quads[q][u] = iload(block + kInt8ValuesAt + (q * kPanel + at) * 4);
+    } else {
+      w.minima[u] = halves(block + kInt4MinimaAt + at * 2);
+      for (int q = 0; q < kQuads; q += 2) {
+        const IVec pairs = iload(block + kInt4NibblesAt + (q / 2 * kPanel + at) * 4);
+        w.quads[q][u] = low_nibbles(pairs);
+        w.quads[q + 1][u] = high_nibbles(pairs);
+      }
+    }
+  }
+  return w;
+}
+
+// One block's activations of a tile, from one row on.
+struct BlockRows {
+  const int32_t* values;  // [quad][stride]
+  int64_t stride;
+  const float *scales, *offsets, *sums;
+  const int32_t* starts;
+};
+
+template <int kBits, int kRows>
+FE_INLINE void add_rows(const Weights<kBits>& w, const BlockRows& x, float* out) {
+  IVec sums[kRows][2];
+  for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = iset(kBits == 8 ? x.starts[r] : kMagicBits);
+  for (int q = 0; q < kQuads; ++q) {
+    for (int r = 0; r < kRows; ++r) {
+      const IVec value = iset(x.values[q * x.stride + r]);
+      add_dots(sums[r][0], w.quads[q][0], value);
+      add_dots(sums[r][1], w.quads[q][1], value);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    const Vec scale = vset(x.scales[r]), offset = vset(x.offsets[r]);
+    for (int u = 0; u < 2; ++u) {
+      float* const target = out + r * kPanel + u * kLanes;
+      Vec total = vfma(vfma(as_floats(sums[r][u]), scale, offset), w.scales[u], vload(target));
+      if (kBits == 4) total = vfma(vset(x.sums[r]), w.minima[u], total);
+      vstore(target, total);
+    }
+  }
+}
+
+template <int kBits>
+FE_INLINE void panel_rows(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out) {
+  constexpr int64_t kBytes = kBits == 8 ? kInt8BlockBytes : kInt4BlockBytes;
+  constexpr int64_t kAhead = 2 * kBytes;
+  const int64_t num_blocks = a.padded_k / kBlockK, total_rows = min_i(num_tiles * kTileRows, a.num_rows - first_tile * kTileRows);
+  for (int64_t i = 0; i < total_rows * kPanel; i += kLanes) vstore(out + i, vzero());
+  for (int64_t b = 0; b < num_blocks; ++b, panel += kBytes) {
+    for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(panel + kAhead + line);
+    for (int v = 0; v < kVecs; v += 2) {
+      const Weights<kBits> w = load_weights<kBits>(panel, v * kLanes);
+      for (int64_t tile = first_tile; tile < first_tile + num_tiles; ++tile) {
+        const int64_t rows = rows_of_tile(a.num_rows, tile), row = tile * kTileRows, at = row * num_blocks + b * rows;
+        BlockRows x{reinterpret_cast<const int32_t*>(a.values + row * a.padded_k) + b * kQuads * rows, rows, a.scales + at, a.offsets + at, a.sums + at, a.starts + at};
+        float* target = out + (row - first_tile * kTileRows) * kPanel + v * kLanes;
+        int64_t left = rows;
+        const auto advance = [&](int64_t n) {
+          x.values += n, x.scales += n, x.offsets += n, x.sums += n, x.starts += n;
+          target += n * kPanel, left -= n;
+        };
+        for (; left >= kMaxRows; advance(kMaxRows)) add_rows<kBits, kMaxRows>(w, x, target);
+        if (left == 3) add_rows<kBits, 3>(w, x, target);
+        if (left == 2) add_rows<kBits, 2>(w, x, target);
+        if (left == 1) add_rows<kBits, 1>(w, x, target);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void int8_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out) {
+  panel_rows<8>(panel, a, first_tile, num_tiles, out);
+}
+
+void int4_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out) {
+  panel_rows<4>(panel, a, first_tile, num_tiles, out);
+}
+
+}  // namespace FE_ISA
+}  // namespace fastengine

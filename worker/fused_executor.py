@@ -1,0 +1,154 @@
+"""The executor for dense models on a CPU: a step's forward pass is one call of the fused operator."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import paddle
+
+from fastengine.custom_ops.fused import FusedCache, FusedModel, KvType
+from fastengine.worker.batch import INTERNAL, PersistentBatch, StepArrays, StepRows
+from fastengine.worker.kv_cache import KVCache
+from fastengine.worker.model_runner import Executed
+from fastengine.worker.pooling import Pooler
+from fastengine.worker.prompt_logprobs import ROWS_AT_ONCE, PromptLogprobs
+from fastengine.worker.sampler import Sampler
+from fastengine.worker.sampling_table import BAD_REQUEST, SamplingTable
+
+KV_TYPES = {"float32": KvType.FLOAT32, "bfloat16": KvType.BFLOAT16, "int8": KvType.INT8}
+NOT_FINITE = (INTERNAL, "the model computed values that are not finite")
+
+
+class FusedExecutor:
+    """Forward pass over the paged cache, and sampling; where all rows are greedy, the operator picks the tokens itself."""
+
+    def __init__(self, model: FusedModel, cache: KVCache, batch: PersistentBatch, table: SamplingTable, sampler: Sampler):
+        self._model = model
+        self._cache = cache
+        self._batch = batch
+        self._table = table
+        self._sampler = sampler
+        self._pooler = Pooler(batch, table)
+        self._prompt_logprobs = PromptLogprobs(batch, table, self._logits_of)
+        self._buffer: np.ndarray | None = None
+        self._fused_cache: FusedCache | None = None
+        self._bound_to: paddle.Tensor | None = None
+
+    def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
+        started = time.perf_counter_ns()
+        arrays = self._checked(self._batch.arrays(rows))
+        slots = rows.slots[sampling]
+        last_tokens = (arrays.query_starts[1:][sampling] - 1).astype(np.int32)
+        if self._needs_all_hidden_states(rows):
+            return self._execute_with_hidden_states(rows, sampling, arrays, started)
+        hidden = np.empty((sampling.size, self._model.shape.hidden), np.float32)
+        if self._is_greedy(slots):
+            token_ids = np.empty(sampling.size, np.int32)
+            self._step(arrays, last_tokens, token_out=token_ids, hidden_out=hidden)
+            return Executed(token_ids, bad_rows=_not_finite(hidden), forward_us=_us_since(started))
+        logits = self._logits_buffer(sampling.size)
+        self._step(arrays, last_tokens, logits=logits, hidden_out=hidden)
+        return self._sampled(Executed(np.empty(0, np.int32), forward_us=_us_since(started)), logits, hidden, slots)
+
+    def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
+        if swap_out.size:
+            self._cache.swap_out(swap_out)
+        if swap_in.size:
+            self._cache.swap_in(swap_in)
+
+    def _execute_with_hidden_states(self, rows: StepRows, sampling: np.ndarray, arrays: StepArrays, started: int) -> Executed:
+        """The same for steps of which every token's hidden state is wanted; logits are computed from those."""
+        num_tokens = arrays.token_ids.size
+        states = np.empty((num_tokens, self._model.shape.hidden), np.float32)
+        self._step(arrays, np.arange(num_tokens, dtype=np.int32), hidden_out=states)
+        tensor = paddle.from_dlpack(states)
+        executed = Executed(
+            np.empty(0, np.int32),
+            prompt_logprobs=self._prompt_logprobs.collect(tensor, rows),
+            embeddings=self._pooler.pool(tensor, rows),
+        )
+        hidden = states[arrays.query_starts[1:][sampling] - 1]
+        logits = self._logits_buffer(sampling.size)
+        if sampling.size:
+            self._model.logits(hidden, logits)
+        executed.forward_us = _us_since(started)
+        return self._sampled(executed, logits, hidden, rows.slots[sampling])
+
+    def _sampled(self, executed: Executed, logits: np.ndarray, hidden: np.ndarray, slots: np.ndarray) -> Executed:
+        """``executed`` with a token of each row of ``logits``, which are overwritten by the next step."""
+        if slots.size == 0:
+            return executed
+        started = time.perf_counter_ns()
+        tensor = paddle.from_dlpack(logits)
+        drawn = self._sampler.sample(tensor, slots)
+        executed.token_ids = drawn.token_ids
+        executed.logprobs = self._sampler.logprobs(tensor, slots, drawn)
+        executed.bad_rows = {row: (BAD_REQUEST, message) for row, message in drawn.errors.items()} | _not_finite(hidden)
+        executed.sample_us = _us_since(started)
+        return executed
+
+    def _needs_all_hidden_states(self, rows: StepRows) -> bool:
+        if rows.num_decodes == rows.slots.size:
+            return False
+        chunks = rows.slots[rows.num_decodes :]
+        return bool(self._table.pooling[chunks].any() or (self._table.num_prompt_logprobs[chunks] >= 0).any())
+
+    def _is_greedy(self, slots: np.ndarray) -> bool:
+        table = self._table
+        return not (table.temperature[slots].any() or table.adjusted[slots].any() or (table.num_logprobs[slots] >= 0).any())
+
+    def _step(
+        self,
+        arrays: StepArrays,
+        sample_rows: np.ndarray,
+        *,
+        logits: np.ndarray | None = None,
+        token_out: np.ndarray | None = None,
+        hidden_out: np.ndarray | None = None,
+    ) -> None:
+        self._model.step(*arrays, sample_rows, self._paged(), logits=logits, token_out=token_out, hidden_out=hidden_out)
+
+    def _paged(self) -> FusedCache:
+        """The cache's addresses, which change when it has been asleep."""
+        layers = self._cache.layers
+        if self._fused_cache is None or self._bound_to is not layers[0].key.tensor:
+            parts = [[storage.address for storage in part] for part in zip(*(layer.storages() for layer in layers), strict=True)]
+            self._fused_cache = FusedCache.of(KV_TYPES[self._cache.shape.dtype], self._batch.block_size, *parts)
+            self._bound_to = layers[0].key.tensor
+        return self._fused_cache
+
+    def _checked(self, arrays: StepArrays) -> StepArrays:
+        """The operator checks no index. Raises ValueError for what would reach foreign memory."""
+        tables, limit = arrays.block_tables, self._cache.num_blocks
+        if int(tables.min()) < 0 or int(tables.max()) >= limit:
+            raise ValueError(f"a block table names blocks outside of [0, {limit})")
+        if int(arrays.token_ids.min()) < 0 or int(arrays.token_ids.max()) >= self._model.shape.vocab:
+            raise ValueError(f"a sequence holds tokens outside of [0, {self._model.shape.vocab})")
+        # A step that runs ahead of the engine's length check may be one past the end; its token is not used.
+        last = self._model.shape.cos_sin.shape[0] - 1
+        if int(arrays.positions.max()) > last:
+            return arrays._replace(positions=np.minimum(arrays.positions, last, dtype=np.int32))
+        return arrays
+
+    def _logits_buffer(self, num_rows: int) -> np.ndarray:
+        """float32 ``[num_rows, vocab]``; the same memory at every step, whose pages are there already."""
+        if self._buffer is None:
+            most = max(self._batch.max_num_seqs, ROWS_AT_ONCE)
+            self._buffer = np.empty((most, self._model.shape.vocab), np.float32)
+        return self._buffer[:num_rows]
+
+    def _logits_of(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        states = np.ascontiguousarray(hidden.numpy())
+        logits = self._logits_buffer(len(states))
+        self._model.logits(states, logits)
+        return paddle.from_dlpack(logits)
+
+
+def _not_finite(hidden: np.ndarray) -> dict[int, tuple[int, str]]:
+    finite = np.isfinite(hidden.sum(axis=-1))
+    return {} if finite.all() else dict.fromkeys(np.flatnonzero(~finite).tolist(), NOT_FINITE)
+
+
+def _us_since(started_ns: int) -> int:
+    return (time.perf_counter_ns() - started_ns) // 1000
