@@ -43,7 +43,17 @@ EXTRAS = {
     "transformers": ["transformers>=4.50"],
     "otel": OTEL,
     "paddlenlp": ["paddleformers>=1.2"],
-    "dev": [*OTEL, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "httpx>=0.27", "openai>=1.60", "anthropic>=0.40", "ruff>=0.17,<0.18", "mypy>=1.13"],
+    "dev": [
+        *OTEL,
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "httpx>=0.27",
+        "openai>=1.60",
+        "anthropic>=0.40",
+        "ruff>=0.17,<0.18",
+        "mypy>=1.13",
+    ],
 }
 
 

@@ -201,9 +201,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "port", f"must be in 0..65535, got {self.port}")
-        require_positive(
-            self, "api_workers", "max_body_mib", "request_read_timeout", "max_connections", "request_timeout", "stored_responses_mib"
-        )
+        require_positive(self, "api_workers", "max_body_mib", "request_read_timeout", "max_connections", "request_timeout", "stored_responses_mib")
         for name in ("api_key", "control_api_key"):
             require(all(key.strip() for key in getattr(self, name)), name, "an empty key is no key: leave the flag out to ask for none")
         require(self.max_stored_responses >= 0, "max_stored_responses", "must not be negative")

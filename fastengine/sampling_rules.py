@@ -14,6 +14,9 @@ import msgspec
 
 from fastengine.protocol.requests import SamplingParams
 
+_MASK = 2**64 - 1
+SEED_MASK = 2**63 - 1
+
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
@@ -180,3 +183,13 @@ def _check_bias(bias: dict[int, float]) -> None:
     for token_id, value in bias.items():
         if not (low <= value <= high and math.isfinite(value)):
             raise SamplingError("logit_bias", f"token {token_id}: must be between {low:g} and {high:g}, got {_number(value)}")
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of answer ``index`` of ``n``: the first keeps the request's own (SplitMix64 for the others)."""
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) & SEED_MASK

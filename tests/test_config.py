@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,32 @@ def test_blocks_in_files_need_the_host_and_the_prefix_cache() -> None:
     with pytest.raises(ConfigError, match="--swap-space: the null model"):
         EngineConfig.from_flags(load_format="null", swap_space=1)
     assert EngineConfig.from_flags(kv_storage_path="d", swap_space=1, kv_storage_size=2).cache.kv_storage_gib == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x00\xff\n", "--config: .*is not UTF-8"),
+        (b"config: other.yaml\n", "--config: a configuration file can't name another one"),
+        (b"max-num-seqs: many\n", "--max-num-seqs: 'many' is not usable"),
+        (b"no-such: 1\n", "--no-such: no such setting"),
+        (b"a: b: c\n", "--config: can't read"),
+        (b"- a\n", "--config: .*must map"),
+    ],
+)
+def test_a_bad_configuration_file_is_one_line_even_where_flags_override_it(
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(content)
+    with pytest.raises(SystemExit):
+        parse_args(["--config", str(file), "--max-num-seqs", "5"])
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("usage:")]
+    assert len([line for line in lines if line]) == 1
+    assert re.search(words, lines[-1])
+
+
+@pytest.mark.parametrize("name", ["api_key", "control_api_key", "served_model_name"])
+def test_empty_names_and_keys_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        EngineConfig.from_flags(**{name: ("a", "")})

@@ -72,7 +72,8 @@ class Sampler:
                 rows.append(logits[row : row + 1])
             else:
                 token_ids[row] = drawn.token_ids[0]
-                errors.update({row: message for message in drawn.errors.values()})
+                if 0 in drawn.errors:
+                    errors[row] = drawn.errors[0]
                 rows.append(drawn.logits)
         return Sampled(token_ids, paddle.concat(rows), errors)
 

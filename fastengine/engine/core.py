@@ -39,6 +39,7 @@ from fastengine.engine.stop_tokens import StopTokens
 from fastengine.engine.waiting_room import WaitingRoom
 from fastengine.engine.worker_commands import WorkerCommands
 from fastengine.engine.worker_operations import WorkerOperations
+from fastengine.model_files.load import default_model_name
 from fastengine.observability.metrics import EngineMetrics, Gauges
 from fastengine.protocol.control import ControlRequest, ControlResponse
 from fastengine.protocol.outputs import FINISH_ABORT, FINISH_ERROR, EngineError, OutputBatch, TokenOutput
@@ -92,7 +93,8 @@ class EngineCore:
         self._workers: dict[str, Any] = {}
         self._max_in_flight = 2 if config.scheduler.overlap else 1
 
-        model_name = config.model.served_model_name[0] if config.model.served_model_name else config.model.model
+        served = config.model.served_model_name
+        model_name = served[0] if served else default_model_name(config.model.model)
         self.metrics = EngineMetrics(model_name, self._gauges, self._infos)
         self._rules = AdmissionRules(config, limits, num_blocks)
         self._table = RequestTable()

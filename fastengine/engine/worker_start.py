@@ -76,6 +76,8 @@ class WorkerStart:
     def confirm(self, reply: WorkerReply) -> bool:
         """Take a rank's answer to that command; True when it was the last. Raises EngineFailed."""
         if reply.error:
-            raise EngineFailed(f"worker rank {reply.rank} could not make the KV cache: {reply.error}")
+            asked = self._config.num_gpu_blocks_override
+            why = f" of --num-gpu-blocks-override {asked} blocks ({asked * self._bytes_per_block / 2**30:.1f} GiB)" if asked else ""
+            raise EngineFailed(f"worker rank {reply.rank} could not make the KV cache{why}: {reply.error}")
         self._confirmed.add(reply.rank)
         return len(self._confirmed) == self._num_ranks

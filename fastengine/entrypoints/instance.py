@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import signal
 import subprocess
@@ -20,8 +21,11 @@ from fastengine.model_files.safetensors_header import read_safetensors_header
 from fastengine.model_files.spec import ModelSpec
 from fastengine.protocol.outputs import EngineStatus
 
+logger = logging.getLogger(__name__)
+
 # What the engine may take beyond the drain time to end its workers.
 STOP_MARGIN_S = 10.0
+GPU_PACKAGE, CPU_PACKAGE = "paddlepaddle-gpu", "paddlepaddle"
 
 
 def check_config(config: EngineConfig) -> None:
@@ -67,20 +71,23 @@ def check_model(config: EngineConfig, spec: ModelSpec) -> None:
 
 def check_device(config: EngineConfig) -> None:
     """Refuse what the installed Paddle can't do, as its package's name tells. Raises ConfigError."""
-    has_gpu, has_cpu = (_is_installed(name) for name in ("paddlepaddle-gpu", "paddlepaddle"))
-    if config.model.device == "gpu" and has_cpu and not has_gpu:
-        raise ConfigError("device", "the installed Paddle is built without CUDA; install paddlepaddle-gpu or use --device cpu")
-    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not has_gpu)
+    package = paddle_package()
+    if config.model.device == "gpu" and package == CPU_PACKAGE:
+        raise ConfigError("device", f"the installed Paddle is built without CUDA; install {GPU_PACKAGE} or use --device cpu")
+    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and package == CPU_PACKAGE)
     if on_cpu and config.model.dtype not in ("auto", "float32"):
         raise ConfigError("dtype", f"Paddle has no {config.model.dtype} matrix product on a CPU; use float32")
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def paddle_package() -> str | None:
+    """The installed Paddle's package, from its metadata: importing it takes a second and hundreds of megabytes."""
+    for name in (GPU_PACKAGE, CPU_PACKAGE):
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name
+    return None
 
 
 def check_text(config: EngineConfig) -> None:
@@ -110,6 +117,7 @@ def _problem_with_text(config: EngineConfig) -> str:
     """The flag to blame, a line's end, and what is wrong; empty if nothing is."""
     from fastengine.frontend.text_service import load_model_text
     from fastengine.text.chat_template import ChatTemplateError
+    from fastengine.text.plugins import ParserError
     from fastengine.text.tokenizer import TokenizerError
 
     model = config.model
@@ -119,9 +127,32 @@ def _problem_with_text(config: EngineConfig) -> str:
         return f"{'chat_template' if model.chat_template else 'model'}\n{error}"
     except TokenizerError as error:
         return f"{'tokenizer' if model.tokenizer else 'model'}\n{error}"
+    except ParserError as error:
+        return f"{_parser_flag(str(error))}\n{error}"
     except (ValueError, OSError) as error:
         return f"model\n{error}"
     return ""
+
+
+def _parser_flag(message: str) -> str:
+    if "plug-in" in message:
+        return "tool_parser_plugin"
+    return "reasoning_parser" if "reasoning" in message else "tool_call_parser"
+
+
+def warn_of_few_blocks(config: EngineConfig) -> None:
+    """Say so when ``--num-gpu-blocks-override`` can't hold one sequence of the longest length: such requests are refused."""
+    num_blocks, block_size = config.cache.num_gpu_blocks_override, config.cache.block_size
+    if num_blocks is None:
+        return
+    longest = config.model.max_model_len or load_spec(config.model.model).max_position_embeddings
+    if num_blocks * block_size + 1 < longest:
+        logger.warning(
+            "--num-gpu-blocks-override %d: the blocks hold %d tokens, less than the model's context of %d: longer requests are refused",
+            num_blocks,
+            num_blocks * block_size,
+            longest,
+        )
 
 
 def check_writable(directory: str) -> None:

@@ -24,7 +24,7 @@ from fastengine.protocol.control import ControlCommand, ControlRequest, ControlR
 from fastengine.protocol.outputs import EngineError, EngineStatus, OutputBatch, TokenOutput, TopLogprobs
 from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, SamplingParams
 from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
-from fastengine.sampling_rules import check_sampling
+from fastengine.sampling_rules import check_sampling, derived_seed
 from fastengine.text.chat_template import load_chat_template
 from fastengine.text.load import load_tokenizer
 from fastengine.text.output_text import OutputText
@@ -247,7 +247,7 @@ class LLM:
             handle = next(self._handles)
             child = sampling
             if n > 1 and sampling.seed is not None:
-                child = msgspec.structs.replace(sampling, seed=sampling.seed + index)
+                child = msgspec.structs.replace(sampling, seed=derived_seed(sampling.seed, index))
             output = CompletionOutput(index)
             request.outputs.append(output)
             text = OutputText(self.tokenizer, request.prompt_token_ids, sampling)
@@ -281,7 +281,7 @@ class LLM:
             if out.logprobs is not None:
                 sequence.output.logprobs = [*(sequence.output.logprobs or []), *out.logprobs]
             if sequence.add(out.token_ids, out.stop_token_id):
-                self._send(self._connection.intake, AbortRequest(CLIENT_INDEX, [out.handle]))
+                self._send(self._connection.intake, AbortRequest(CLIENT_INDEX, [out.handle], "stop"))
                 sequence.output.finish_reason = "stop"
             elif out.finish_reason is not None:
                 sequence.output.text += sequence.text.finish()

@@ -17,6 +17,7 @@ _PLACE = re.compile(r" - at `\$\.?([^`]*)`$", re.DOTALL)
 # A header can't hold whatever a client names its fields.
 _PRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 MAX_FIELDS_NAMED = 20
+EXACT_FLOAT = 2**53
 MAX_NAME_LENGTH = 64
 
 
@@ -76,7 +77,24 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise validation_error(error) from None
+    try:
+        # JSON has but one kind of number, and some clients write 3 as 3.0.
+        return msgspec.convert(_with_integers(value), kind)
+    except msgspec.ValidationError as error:
         raise validation_error(error) from None
+
+
+def _with_integers(value: Any) -> Any:
+    """``value`` with its integral floats (those that a float holds exactly) as integers."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) <= EXACT_FLOAT else value
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _with_integers(item) for name, item in value.items()}
+    return value
 
 
 def validation_error(error: msgspec.ValidationError) -> ApiError:

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from fastengine.entrypoints.instance import paddle_package
 from fastengine.entrypoints.responses import JsonReply, interrupted_by_disconnect
 from fastengine.frontend.errors import ApiError, ClientDisconnected, engine_unavailable
 from fastengine.frontend.front_end import FrontEnd
@@ -91,7 +92,7 @@ class ServerRoutes:
         engine: dict[str, Any] | None
         try:
             reply = await self._front.engine.control(GetServerInfo(), timeout_s=METRICS_TIMEOUT_S)
-            engine = reply.result.get("versions")
+            engine = {"version": reply.result.get("version"), **(reply.result.get("workers") or {})}
         except ApiError:
             engine = None
         return JsonReply({"version": __version__, "python": platform.python_version(), "paddle": paddle_version(), "engine": engine})
@@ -108,9 +109,5 @@ class ServerRoutes:
 
 def paddle_version() -> str | None:
     """The installed Paddle's version, read from its metadata: importing it takes a second and hundreds of megabytes."""
-    for name in ("paddlepaddle-gpu", "paddlepaddle"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    package = paddle_package()
+    return None if package is None else importlib.metadata.version(package)

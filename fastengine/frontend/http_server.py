@@ -105,7 +105,8 @@ class HttpServer(uvicorn.Server):
         """Tell whoever still waits that it is over, then end what does not take the hint."""
         num_ended = self._end_requests()
         if num_ended:
-            logger.warning("%d requests had not finished within %g s (--shutdown-timeout): they were told so", num_ended, self._drain_s)
+            why = "before a second signal came" if self._hurry.is_set() else f"within {self._drain_s:g} s (--shutdown-timeout)"
+            logger.warning("%d requests had not finished %s: they were told so", num_ended, why)
         self._hurry.clear()
         if self.force_exit or await self._drained(LAST_WORDS_S):
             return

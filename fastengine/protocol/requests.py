@@ -6,7 +6,6 @@ from typing import Literal
 
 import msgspec
 
-
 # How hidden states become one vector: their mean over the prompt, or the last position's.
 Pooling = Literal["mean", "last"]
 

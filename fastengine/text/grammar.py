@@ -22,7 +22,8 @@ import numpy as np
 from fastengine.protocol.requests import GrammarSpec
 from fastengine.text.tokenizer import Tokenizer
 
-MAX_SOURCE_CHARACTERS = 1 << 20
+# It travels with the request, beside its other sampling settings.
+MAX_SOURCE_BYTES = 960 << 10
 MAX_CACHED_GRAMMARS = 64
 # Unbounded white space between JSON tokens lets a weak model emit nothing else for ever.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
@@ -215,8 +216,9 @@ def _message(error: str) -> str:
 
 def to_llguidance(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
     """The grammar in llguidance's own form. Raises GrammarError on a source that is not of its kind."""
-    if len(spec.source) > MAX_SOURCE_CHARACTERS:
-        raise GrammarError(f"{spec.kind}: {len(spec.source)} characters long; {MAX_SOURCE_CHARACTERS} are allowed")
+    num_bytes = len(spec.source) if spec.source.isascii() else len(spec.source.encode("utf-8", "surrogatepass"))
+    if num_bytes > MAX_SOURCE_BYTES:
+        raise GrammarError(f"{spec.kind}: {num_bytes} bytes long; {MAX_SOURCE_BYTES} are allowed")
     kinds: dict[str, Callable[[], str]] = {
         "json_schema": lambda: _json_schema(spec.source),
         "json_object": lambda: _json_schema('{"type": "object"}'),

@@ -58,7 +58,9 @@ def length_bound(backend: tokenizers.Tokenizer, pieces: TokenPieces | None) -> L
     longest = max(1, *map(len, pieces.bytes_of)) * shrinks
     single = {piece[0] for piece in pieces.bytes_of if len(piece) == 1}
     dropped = bytes(byte for byte in range(256) if byte not in single)
-    return LengthBound(longest, dropped, pieces.strip_leading_space or any(_replaces_spaces(step) for step in _steps(backend.normalizer, "normalizers")))
+    return LengthBound(
+        longest, dropped, pieces.strip_leading_space or any(_replaces_spaces(step) for step in _steps(backend.normalizer, "normalizers"))
+    )
 
 
 def _steps(part: Any, children: str) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,11 +16,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fastengine.entrypoints import api_server
+from fastengine.entrypoints.server_routes import paddle_package
+from fastengine.model_files.architectures import ARCHITECTURES
 from tests.e2e.conftest import TINY
 from tests.e2e.conftest import TINY_FLAGS as FLAGS
 from tests.server import Server, alive, free_port, running_server, wait_until
 
 BODY = {"model": "default", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+CPU_PADDLE = paddle_package() == "paddlepaddle"
 # What a reader of /proc needs beyond the 5 s that the kernel and the other processes get.
 GONE_WITHIN_S = 5.0
 
@@ -62,6 +68,40 @@ def test_a_second_ctrl_c_kills() -> None:
         thread.join(10)
 
 
+def test_a_second_sigterm_hurries() -> None:
+    with running_server(TINY, *FLAGS, "--shutdown-timeout", "60") as server:
+        pids, runtime_dir = list(server.tree()), server.runtime_dir()
+        replies: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: replies.append(complete(server, max_tokens=250)))
+        os.kill(server.find("worker/__main__.py"), signal.SIGSTOP)
+        thread.start()
+        wait_until(lambda: server.metric("num_requests_running") == 1, 10, "a running request")
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "stopping" in server.output(), 5, "the announcement of the stop")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit(20) == 0
+        thread.join(10)
+        assert replies[0].status_code == 503
+        assert "shutting down" in replies[0].json()["error"]["message"]
+        assert "Traceback" not in server.output()
+        expect_all_gone(pids, runtime_dir)
+
+
+def test_the_end_of_the_drain_is_a_503_and_takes_no_longer() -> None:
+    with running_server(TINY, *FLAGS, "--shutdown-timeout", "1") as server:
+        replies: list[httpx.Response] = []
+        os.kill(server.find("worker/__main__.py"), signal.SIGSTOP)
+        thread = threading.Thread(target=lambda: replies.append(complete(server, max_tokens=250)))
+        thread.start()
+        wait_until(lambda: server.metric("num_requests_running") == 1, 10, "a running request")
+        server.process.send_signal(signal.SIGTERM)
+        thread.join(5)
+        assert replies[0].status_code == 503
+        assert server.wait_exit(20) == 0
+        assert "Traceback" not in server.output()
+        assert server.output().count("--shutdown-timeout") == 1
+
+
 def _ignore_transport_errors(call: object) -> None:
     try:
         call()  # type: ignore[operator]
@@ -76,13 +116,15 @@ def test_kill_9_of_supervisor_or_engine_leaves_nothing(victim: str) -> None:
         os.kill(server.find(victim), signal.SIGKILL)
         assert server.wait_exit(GONE_WITHIN_S) != 0
         expect_all_gone(pids, runtime_dir)
+        if "engine" in victim.rpartition(".")[2]:
+            assert "somebody killed it" in server.output()
 
 
 def test_a_worker_that_dies_at_start_ends_the_command_with_its_own_error(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(TINY, broken)
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "intermediate_size": config["intermediate_size"] * 2}))
     with running_server(broken, *FLAGS, ready=False) as server:
         wait_until(lambda: any("--runtime-dir" in command for command in server.tree().values()), 10, "the first process")
         runtime_dir = server.runtime_dir()
@@ -142,3 +184,70 @@ def _switches(pid: int) -> int:
             if line.startswith("voluntary_ctxt_switches"):
                 total += int(line.split()[1])
     return total
+
+
+def _damaged(directory: Path, what: str) -> tuple[str, ...]:
+    """Break the tiny model in ``directory``; flags beside ``--model``."""
+    weights, config, tokenizer = (directory / name for name in ("model.safetensors", "config.json", "tokenizer.json"))
+    data = weights.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    if what.startswith("cut"):
+        weights.write_bytes(data[: int(what.removeprefix("cut "))])
+    elif what == "overlap":
+        same = [name for name in header if name.endswith("layernorm.weight")][:2]
+        header[same[0]]["data_offsets"] = header[same[1]]["data_offsets"]
+        text = json.dumps(header).encode()
+        weights.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    elif what == "shard":
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(header, "model-00001-of-00002.safetensors")}))
+    elif what == "architecture":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["MixtralForCausalLM"]}))
+    elif what == "no tokenizer":
+        tokenizer.unlink()
+    elif what == "tokenizer":
+        tokenizer.write_text("{}")
+    elif what == "template":
+        (directory / "bad.jinja").write_text("{% if %}")
+        return ("--chat-template", str(directory / "bad.jinja"))
+    return {"gpu": ("--device", "gpu"), "parser": ("--tool-call-parser", "nope"), "dtype": ("--device", "cpu", "--dtype", "bfloat16")}.get(what, ())
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("cut 5", "--model: .*too short"),
+        ("cut 100", "--model: .*truncated"),
+        ("cut 5000", "--model: .*truncated"),
+        ("overlap", "--model: .*overlap"),
+        ("shard", "--model: .*weight files are missing"),
+        ("architecture", "--model: architecture MixtralForCausalLM is not supported"),
+        ("no tokenizer", "--model: .*no tokenizer files"),
+        ("tokenizer", "--model: .*tokenizer.json"),
+        ("template", "--chat-template: "),
+        ("parser", "--tool-call-parser: "),
+        ("dtype", "--dtype: "),
+        pytest.param("gpu", "--device: .*without CUDA", marks=pytest.mark.skipif(not CPU_PADDLE, reason="Paddle is built with CUDA")),
+    ],
+)
+def test_what_can_not_work_is_refused_in_one_line_before_anything_starts(
+    what: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    flags = _damaged(model, what)
+    monkeypatch.setattr("fastengine.entrypoints.api_server.serve", lambda config: pytest.fail("something was started"))
+    assert api_server.main(["--model", str(model), "--port", str(free_port()), *flags]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.search(words, line)
+
+
+def test_the_tiny_model_itself_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastengine.entrypoints.api_server.serve", lambda config: 0)
+    assert api_server.main(["--model", str(TINY)]) == 0
+
+
+def test_the_supported_architectures_are_those_of_the_workers() -> None:
+    from fastengine.worker.models.registry import ARCHITECTURES as BUILDERS
+
+    assert set(BUILDERS) == ARCHITECTURES

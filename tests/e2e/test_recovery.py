@@ -119,10 +119,12 @@ def test_two_ranks_give_what_one_gives_and_survive_the_death_of_one(undisturbed:
 
 
 def test_an_api_process_that_can_never_work_ends_the_server_with_its_message(tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors"):
+    """A tokenizer that was fine at the start and is not any more."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes((TINY / name).read_bytes())
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with running_server(tmp_path, *FLAGS, ready=False) as server:
+    with running_server(tmp_path, *FLAGS) as server:
+        (tmp_path / "tokenizer.json").write_text("{}")
+        os.kill(server.find("fastengine.frontend"), signal.SIGKILL)
         assert server.wait_exit(60) == 1
-        assert "tokenizer" in server.output()
-        assert server.output().count("API process 0 died") == 1
+        assert "the model's tokenizer can't be used" in server.output()
+        assert server.output().count("API process 0 died") == 2  # killed, then hopeless

@@ -21,7 +21,7 @@ from fastengine.ipc.channels import CONTROL, ENCODER, INTAKE, client_name, pull_
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse, GetMetrics, ToClient
 from fastengine.protocol.outputs import EngineStatus, OutputBatch, TokenOutput
-from fastengine.protocol.requests import ClientHello, GenerateRequest, SamplingParams
+from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, SamplingParams
 from fastengine.protocol.tokens import pack_token_ids
 from tests.engine.driver import MAX_MODEL_LEN, Received, make_config
 from tests.engine.fake_worker import EOS, VOCAB, ints
@@ -74,6 +74,10 @@ class ServiceHarness:
         self.received[handle] = Received(request)
         self._intake.send(ENCODER.encode(request))
         return self.received[handle]
+
+    def abort(self, one: Received) -> None:
+        one.gone = True
+        self._intake.send(ENCODER.encode(AbortRequest(CLIENT, [one.request.handle])))
 
     def call(self, command: ControlCommand) -> ControlResponse:
         request_id = f"control-{len(self.responses)}"

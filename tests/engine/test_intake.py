@@ -164,3 +164,22 @@ def test_nothing_leaves_finished() -> None:
     for to in RequestStatus:
         with pytest.raises(IllegalTransition):
             state.transition(to)
+
+
+def test_sampling_settings_that_fit_no_message_are_refused_by_name() -> None:
+    driver = Driver()
+    code, message, param = refused(driver, prompt(1, 5), max_tokens=2, logit_bias=dict.fromkeys(range(100000), 1.0))
+    assert (code, param) == (400, "logit_bias")
+    assert "1048576 are allowed" in message
+
+
+@pytest.mark.parametrize("reason", ["stop", "abort"])
+def test_an_abort_counts_as_what_it_was_for(reason: str) -> None:
+    driver = Driver()
+    one = driver.add(prompt(1, 5), max_tokens=50, ignore_eos=True)
+    for _ in range(6):
+        driver.turn()
+    driver.core.abort_handles(0, [one.request.handle], reason)
+    one.gone = True
+    driver.run()
+    assert {name: count for name, count in driver.core.metrics.finished.items() if count} == {reason: 1}

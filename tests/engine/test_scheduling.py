@@ -6,6 +6,9 @@ import pytest
 
 from fastengine.engine.admitter import MAX_BYPASSES, MAX_STARTED_BYTES
 from fastengine.engine.request_state import RequestStatus
+from fastengine.ipc.channels import ENCODER
+from fastengine.ipc.worker_link import PLAN_RING_BYTES
+from fastengine.protocol.requests import GrammarSpec
 from tests.engine.driver import Driver, Received
 from tests.engine.fake_worker import ints
 from tests.engine.test_steps import assert_right, overlap, prompt
@@ -213,3 +216,22 @@ def test_a_plan_starts_only_so_many_bytes() -> None:
         assert sum(len(one.token_ids) + len(one.block_ids) for one in plan.started) <= MAX_STARTED_BYTES
     assert started[0] > 1
     assert sum(started) > started[0]
+
+
+def test_a_plan_stays_within_one_message_whatever_its_requests_bring() -> None:
+    """Bias, stop tokens and grammars travel with the plan that starts a sequence, as its prompt does."""
+    driver = Driver(num_blocks=100, max_num_seqs=32)
+    settings: list[dict[str, object]] = [
+        {"logit_bias": dict.fromkeys(range(1 << 16), 0.123456789)},
+        {"bad_words_token_ids": tuple((1 << 20,) * 60 for _ in range(2000))},
+        {"grammar": GrammarSpec("regex", "é" * 500_000)},
+    ]
+    received = [driver.add(prompt(i, 5), max_tokens=2, ignore_eos=True, **settings[i % 3]) for i in range(24)]
+    sizes = []
+    for _ in range(200):
+        driver.turn()
+        sizes += [len(ENCODER.encode(plan)) for plan in driver.published]
+    assert max(sizes) > 2 << 20
+    assert max(sizes) < PLAN_RING_BYTES // 2
+    for one in received:
+        assert_right(one)

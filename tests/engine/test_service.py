@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,31 @@ def test_finished_requests_are_dumped_in_batches_and_logged(short_tmp: Path, tmp
     for line in logged:
         assert (line["output_tokens"], line["finish_reason"], line["client"]) == (4, "length", 0)
         assert 0 <= line["ttft_s"] <= line["e2e_s"]
+
+
+def test_a_killed_launcher_is_said_in_one_line(short_tmp: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with running_service(short_tmp) as service:
+        add_streams(service, 2)
+        service.pump(lambda: all(len(one.tokens) >= 2 for one in service.received.values()))
+        group = service.service._group
+        assert isinstance(group, WorkerGroup)
+        (group.log_dir / "launcher.log").write_text("LAUNCH INFO a banner\n" * 20)
+        os.kill(group.pids()[0], signal.SIGKILL)
+        service.finish()
+        assert_all_right(service)
+    assert "the workers died and are started again: the launcher was killed (SIGKILL)" in caplog.text
+    assert "banner" not in caplog.text
+
+
+def test_a_stop_does_not_wait_for_steps_that_nobody_wants(short_tmp: Path) -> None:
+    """A rank that is stuck in a step must not use up the drain time when no request is left."""
+    with running_service(short_tmp) as service:
+        one = service.add(prompt(1, 5), request_id="hang", max_tokens=20, ignore_eos=True)
+        core = service.service
+        service.pump(lambda: core._core is not None and core._core.num_in_flight > 0)
+        service.abort(one)
+        began = time.monotonic()
+        service.service.request_stop(60.0)
+        service.thread.join(30)
+        assert not service.thread.is_alive()
+        assert time.monotonic() - began < 20

@@ -163,3 +163,48 @@ def test_best_of_returns_the_most_likely(api):
     assert reply["usage"]["completion_tokens"] == 6 * (len("answer 0") + 1)
     assert [c["text"] for c in complete(api, best_of=3, n=2, logprobs=1)["choices"]] == ["answer 0", "answer 1"]
     assert len(complete(api, best_of=2, n=2, stream=False)["choices"]) == 2
+
+
+def test_numbers_with_a_fraction_of_zero_are_whole(api):
+    body = {"prompt": [104.0, 105], "max_tokens": 3.0, "n": 1.0, "seed": 7.0, "top_k": -1.0, "logit_bias": {"5": 1.0}}
+    reply = api.http.post("/v1/completions", json=body)
+    assert reply.status_code == 200
+    assert reply.json()["usage"]["completion_tokens"] == 3
+    assert api.engine.generated[-1].sampling.max_tokens == 3
+
+
+def test_top_p_0_is_taken(api):
+    assert api.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "top_p": 0}).status_code == 200
+    assert api.engine.generated[-1].sampling.top_p == 0
+
+
+def test_a_hopelessly_long_prompt_is_refused_by_its_length(api, monkeypatch):
+    tokenizer = api.front.text.model.tokenizer
+    monkeypatch.setattr(tokenizer, "fewest_tokens", len)
+    batches = list(tokenizer.batches)
+    for path, body, field in (
+        ("/v1/completions", {"prompt": "a" * 100_000}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 100_000}]}, "messages"),
+    ):
+        reply = api.http.post(path, json=body)
+        assert reply.status_code == 400
+        assert (reply.json()["error"]["param"], reply.json()["error"]["code"]) == (field, "context_length_exceeded")
+        assert "4096" in reply.json()["error"]["message"]
+    assert tokenizer.batches == batches
+
+
+def test_unknown_fields_are_named_in_a_header(api):
+    reply = api.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "odd_field": 1})
+    assert reply.status_code == 200
+    assert "odd_field" in reply.headers["x-fastengine-warning"]
+
+
+def test_a_stop_string_ends_the_sequence_in_the_engine_as_a_stop(api):
+    api.engine.script = say("one two three four five six seven")
+    api.engine.step_s = 0.005
+    before = len(api.engine.aborts)
+    reply = api.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 40, "stop": "three"})
+    assert reply.json()["choices"][0]["finish_reason"] == "stop"
+    api.engine.wait_for(lambda: len(api.engine.aborts) > before)
+    assert api.engine.aborts[-1].reason == "stop"
+    api.engine.step_s = 0.0

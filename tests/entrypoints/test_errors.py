@@ -144,9 +144,9 @@ def test_an_unforeseen_failure_is_a_500_with_the_request_id(start_server, stream
 
 def test_an_unforeseen_failure_inside_a_stream_is_an_event(start_server, monkeypatch):
     server = start_server()
-    monkeypatch.setattr("fastengine.entrypoints.openai.chunks.ChunkWriter.full", lambda *args, **kwargs: 1 / 0)  # writes the last chunk
+    monkeypatch.setattr("fastengine.entrypoints.openai.chunks.ChunkWriter.usage", lambda *args, **kwargs: 1 / 0)  # writes the last chunk
     server.engine.step_s = 0.002
-    reply = server.http.post(CHAT, json={**LONG, "request_id": "odd", "stream": True, "max_tokens": 50})
+    reply = server.http.post(CHAT, json={**LONG, "request_id": "odd", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 50})
     lines = [line for line in reply.text.splitlines() if line]
     assert reply.status_code == 200
     assert lines[-1] == "data: [DONE]"

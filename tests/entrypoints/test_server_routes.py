@@ -70,7 +70,7 @@ def test_metrics_without_an_engine(start_server, monkeypatch):
 def test_version_and_config(api):
     version = api.http.get("/version").json()
     assert version["version"]
-    assert version["engine"] == {"custom_ops": ["rms_norm"]}
+    assert version["engine"] == {"version": "1", "device": "cpu", "compiled_ops": {"rms_norm": "compiled"}}
     assert api.http.get("/config-info").json()["max_num_seqs"] == 64
 
 

@@ -217,7 +217,7 @@ class FakeEngine:
         elif isinstance(command, control.GetMetrics):
             result = {"text": f"fastengine:num_requests_running {len(self._running)}\n"}
         elif isinstance(command, control.GetServerInfo):
-            result = {"versions": {"custom_ops": ["rms_norm"]}}
+            result = {"version": "1", "workers": {"device": "cpu", "compiled_ops": {"rms_norm": "compiled"}}}
         self._send(request.client_index, ControlResponse(request_id=request.request_id, result=result, error=error))
 
     def _abort_by_id(self, command: control.AbortRequests) -> dict[str, Any]:

@@ -149,7 +149,8 @@ class ApiServer:
     def stop(self) -> None:
         self.http.close()
         self.server.force_exit = True  # no need to wait for connections that tests left open
-        self.loop.call_soon_threadsafe(self.server.stop)
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.server.stop)
         self._thread.join(10)
         if self.engine is not None:
             self.engine.stop()

@@ -56,7 +56,9 @@ def answers(server: ApiServer) -> bool:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/generate", "/v1/score", "/tokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/generate", "/v1/score", "/tokenize"]
+)
 def test_a_client_that_goes_away_while_it_sends(start_server, path: str, reset: bool) -> None:
     server = start_server()
     for piece in (b"", HEAD[:30], HEAD.replace(b"/v1/completions", path.encode()) + b'{"mo'):
@@ -69,8 +71,8 @@ def test_a_client_that_goes_away_while_it_sends(start_server, path: str, reset: 
     assert answers(server)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
+# uvicorn reads no further while a pipelined request waits: then only writing tells that the client has gone.
+@pytest.mark.parametrize(("stream", "pipelined"), [(False, False), (True, False), (True, True)])
 def test_a_client_that_goes_away_while_it_is_answered(start_server, stream: bool, pipelined: bool) -> None:
     server = start_server()
     server.engine.step_s = 0.001
@@ -108,15 +110,19 @@ def test_headers_that_do_not_come_close_the_connection(start_server) -> None:
     assert is_closed(silent, 5)
 
 
+def trickle(connection: socket.socket) -> None:
+    """A body that never ends, byte by byte. Raises OSError when the server has had enough."""
+    connection.sendall(HEAD.replace(b"500", b"500000"))
+    ended_at = time.monotonic() + 10
+    while time.monotonic() < ended_at:
+        connection.sendall(b" ")
+        time.sleep(0.02)
+
+
 def test_a_trickle_does_not_keep_a_connection(start_server) -> None:
     server = start_server(request_read_timeout=0.3)
-    connection = connect(server)
-    ended_at = time.monotonic() + 10
-    with pytest.raises(OSError):  # noqa: PT011 - reset or broken pipe
-        connection.sendall(HEAD.replace(b"500", b"500000"))
-        while time.monotonic() < ended_at:
-            connection.sendall(b" ")
-            time.sleep(0.02)
+    with pytest.raises(OSError, match=r"reset|Broken pipe"):
+        trickle(connect(server))
 
 
 def test_a_second_request_on_a_connection_has_its_own_time(start_server) -> None:

@@ -14,7 +14,6 @@ from starlette.types import Receive
 
 from fastengine.entrypoints.openai.request_types import GenerationFields
 from fastengine.entrypoints.openai.response_types import PromptTokensDetails, Usage
-from fastengine.entrypoints.openai.sampling import derived_seed
 from fastengine.entrypoints.responses import interrupted_by_disconnect
 from fastengine.frontend.errors import ApiError, bad_request
 from fastengine.frontend.request_manager import RequestManager, SequenceInput
@@ -22,6 +21,7 @@ from fastengine.frontend.text_service import ModelText
 from fastengine.frontend.text_stream import SequenceText, TextStream
 from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.tokens import pack_token_ids
+from fastengine.sampling_rules import derived_seed
 
 MAX_SEQUENCES = 4096
 

@@ -60,7 +60,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
     model: Annotated[str | None, Meta(description="A served model's name; 'default' always means the served model.")] = None
     temperature: Annotated[Annotated[float, Meta(ge=0)] | None, Meta(description="0 means greedy. Default 1.")] = None
-    top_p: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, Meta(description="Nucleus sampling; 1 means off.")] = None
+    top_p: Annotated[Probability | None, Meta(description="Nucleus sampling; 1 means off, 0 the most likely token alone.")] = None
     top_k: Annotated[Annotated[int, Meta(ge=-1, le=INT32)] | None, Meta(description="Sample among the k most likely; 0 and -1 mean off.")] = None
     min_p: Annotated[Probability | None, Meta(description="Least probability relative to the most likely token's; 0 means off.")] = None
     n: Annotated[Annotated[int, Meta(ge=1, le=128)] | None, Meta(description="Answers per prompt.")] = None

@@ -6,12 +6,10 @@ from fastengine.entrypoints.openai.request_types import GenerationFields
 from fastengine.frontend.errors import bad_request
 from fastengine.frontend.text_service import ModelText
 from fastengine.protocol.requests import SamplingParams
-from fastengine.sampling_rules import SamplingError, check_sampling
+from fastengine.sampling_rules import SEED_MASK, SamplingError, check_sampling
 
 # SamplingParams' names -> the requests' own, where they differ.
 FIELDS = {"bad_words_token_ids": "bad_words", "reasoning": "reasoning_max_tokens"}
-_MASK = 2**64 - 1
-SEED_MASK = 2**63 - 1
 
 
 def sampling_params(request: GenerationFields, text: ModelText, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -71,13 +69,3 @@ def _bad_words(words: list[str], text: ModelText) -> tuple[tuple[int, ...], ...]
             if token_ids:
                 sequences[token_ids] = None
     return tuple(sequences)
-
-
-def derived_seed(seed: int, index: int) -> int:
-    """The seed of answer ``index`` of ``n``: the first keeps the request's own (SplitMix64 for the others)."""
-    if index == 0:
-        return seed
-    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (z ^ (z >> 31)) & SEED_MASK

@@ -19,7 +19,7 @@ from fastengine.entrypoints.openai.generation import Prompt, check_length, check
 from fastengine.entrypoints.openai.logprobs import finite
 from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
 from fastengine.entrypoints.openai.request_types import GenerationFields
-from fastengine.entrypoints.openai.sampling import derived_seed, sampling_params
+from fastengine.entrypoints.openai.sampling import sampling_params
 from fastengine.entrypoints.openai.structured import structured_output
 from fastengine.entrypoints.renamed_fields import by_root, renamed_fields
 from fastengine.entrypoints.responses import DONE_EVENT, EventStream, EventWriter, JsonReply, interrupted_by_disconnect
@@ -32,6 +32,7 @@ from fastengine.frontend.text_stream import SequenceText, TextUpdate
 from fastengine.protocol.outputs import FINISH_LENGTH, FINISH_STOP, TopLogprobs
 from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.tokens import pack_token_ids
+from fastengine.sampling_rules import derived_seed
 from fastengine.text.output_text import OutputText
 from fastengine.text.tokenizer import Tokenizer
 
