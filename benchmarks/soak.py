@@ -138,12 +138,12 @@ class Soak:
     async def operator(self) -> None:
         """Pause and resume now and then."""
         while True:
-            await asyncio.sleep(self.random.uniform(*PAUSE_PERIOD_S))
             mode = self.random.choice(PAUSE_MODES)
             await self.control("/v1/pause", {"mode": mode})
+            self.outcomes[f"pause {mode}"] += 1
             await asyncio.sleep(self.random.uniform(*PAUSED_S))
             await self.control("/v1/resume", {})
-            self.outcomes[f"pause {mode}"] += 1
+            await asyncio.sleep(self.random.uniform(*PAUSE_PERIOD_S))
 
     async def control(self, path: str, body: dict[str, Any]) -> None:
         connection = Connection(self.endpoint, {"Content-Type": "application/json"})

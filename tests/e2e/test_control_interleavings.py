@@ -12,6 +12,7 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -48,8 +49,10 @@ class Interleaving:
         running = asyncio.gather(*(self._later(job) for job in jobs))
         # Whatever state the calls leave the engine in, somebody wakes it and lets it go on.
         settle = asyncio.create_task(self._settle(running))
-        await asyncio.wait_for(running, 60)
-        await settle
+        try:
+            await asyncio.wait_for(running, 60)
+        finally:
+            await settle
 
     async def _later(self, job: Any) -> None:
         await asyncio.sleep(self.random.random() * 0.2)
@@ -80,7 +83,8 @@ class Interleaving:
                 self.endings.append("refused")
                 return
             chunks = 0
-            async for line in reply.aiter_lines():
+            line = ""
+            async for line in sse_lines(reply):
                 if leave_after is not None and chunks >= leave_after:
                     self.endings.append("disconnected")
                     return
@@ -90,7 +94,7 @@ class Interleaving:
                     if "error" in chunk:
                         ends.append("error")
                     ends += [c["finish_reason"] for c in chunk.get("choices", []) if c["finish_reason"]]
-            assert line == "data: [DONE]" or not line, line
+            assert line == "data: [DONE]", line
         assert len(ends) == body["n"] or ends[-1:] == ["error"], (self.seed, body["n"], ends)
         self.endings += ends
 
@@ -126,6 +130,16 @@ class Interleaving:
         self.statuses[path, reply.status_code] += 1
         if body.get("mode") != "drain":
             self.slowest = max(self.slowest, (took, path))
+
+
+async def sse_lines(reply: httpx.Response) -> AsyncIterator[str]:
+    """Lines as SSE ends them. httpx's own also end at U+0085 or U+2028, which a random model does write."""
+    pending = ""
+    async for text in reply.aiter_text():
+        *lines, pending = (pending + text).split("\n")
+        for line in lines:
+            if line:
+                yield line
 
 
 def gauge(server: Server, name: str) -> float:

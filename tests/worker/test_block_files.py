@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import threading
@@ -79,17 +80,19 @@ def test_a_damaged_file_is_noticed(files: BlockFiles, tmp_path: Path, damage: st
         files.read(KEYS[0], pieces(1000, 2000))
 
 
-@pytest.fixture
-def small_disk() -> Iterator[None]:
-    """No file may exceed 64 KiB: the nearest thing to a full disk."""
+@contextlib.contextmanager
+def no_file_over(num_bytes: int) -> Iterator[None]:
+    """Writing past ``num_bytes`` fails, the nearest thing to a full disk. Ends before pytest writes its own output."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_no_file(files: BlockFiles, tmp_path: Path, small_disk: None) -> None:
-    with pytest.raises(OSError, match="File too large"):
+def test_a_full_disk_leaves_no_file(files: BlockFiles, tmp_path: Path) -> None:
+    with no_file_over(1 << 16), pytest.raises(OSError, match="File too large"):
         files.write(KEYS[0], pieces(50_000, 50_000))
     assert list((tmp_path / "rank-0").iterdir()) == []
 
@@ -196,9 +199,10 @@ def test_blocks_are_stored_and_loaded_and_failures_named(rank: Rank) -> None:
     assert rank.path(KEYS[1]).exists()
 
 
-def test_a_full_disk_fails_the_blocks_and_not_the_rank(rank: Rank, small_disk: None) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    assert rank.store([0, 1]).result == {"failed": [0, 1]}
+def test_a_full_disk_fails_the_blocks_and_not_the_rank(rank: Rank) -> None:
+    with no_file_over(1 << 10):
+        result = rank.store([0, 1]).result
+    assert result == {"failed": [0, 1]}
     assert list((rank.directory / "rank-0").iterdir()) == []
 
 
