@@ -15,7 +15,7 @@ from fastengine.entrypoints.responses import JsonReply, interrupted_by_disconnec
 from fastengine.frontend.errors import ApiError, ClientDisconnected, engine_unavailable
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.request_manager import SequenceInput
-from fastengine.protocol.control import GetMetrics, GetServerInfo
+from fastengine.protocol.control import GetMetrics, GetServerInfo, IsPaused
 from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.tokens import pack_token_ids
 from fastengine.version import __version__
@@ -56,8 +56,8 @@ class ServerRoutes:
         """Generates one token; 503 when that is not possible now."""
         front = self._front
         front.manager.check_accepting()
-        status = front.engine.status
-        if status.paused or status.sleeping:
+        # Asked, not remembered: another API process may have been told of a pause that is still on its way here.
+        if (await front.engine.control(IsPaused(), timeout_s=METRICS_TIMEOUT_S)).result["is_paused"]:
             raise engine_unavailable("the engine is paused")
         text = await front.text.ready()
         prompt = [text.spec.bos_token_id or 0]
