@@ -21,6 +21,9 @@ from typing import Any, Literal
 import msgspec
 
 DEFAULT_KV_STORAGE_GIB = 16.0
+# A step's length is what running streams, pauses and aborts wait for. A CPU is busy from a few dozen rows on and takes
+# some 0.1 s for this many; a GPU needs more rows to be busy and has them done sooner.
+CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 512, 2048
 OTEL_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 TEXT_TO_BOOL = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
@@ -131,7 +134,7 @@ class SchedulerConfig:
     """Scheduling"""
 
     max_num_seqs: int = flag(64, "Most sequences in one step.")
-    max_num_batched_tokens: int = flag(2048, "Token budget of one step.")
+    max_num_batched_tokens: int | None = flag(None, "Token budget of one step; default: 512 on a CPU, 2048 on a GPU, --max-num-seqs if that is more.")
     max_num_partial_prefills: int = flag(4, "Most prompts that are prefilled in chunks at the same time.")
     long_prefill_token_threshold: int = flag(1024, "Longest piece of one prompt in a step while others wait; 0: no limit.")
     scheduling_policy: Literal["fcfs", "priority"] = flag("fcfs", "Order of waiting requests.")
@@ -152,10 +155,14 @@ class SchedulerConfig:
         )
         require(self.long_prefill_token_threshold >= 0, "long_prefill_token_threshold", "must not be negative")
         require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
+            self.max_num_batched_tokens is None or self.max_num_batched_tokens >= self.max_num_seqs,
             "max_num_batched_tokens",
             f"({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs})",
         )
+
+    @property
+    def token_budget(self) -> int:
+        return self.max_num_batched_tokens or max(GPU_TOKEN_BUDGET, self.max_num_seqs)
 
 
 @dataclass(frozen=True)

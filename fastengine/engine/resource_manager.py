@@ -84,7 +84,7 @@ class ResourceManager:
 
     def plan_alone(self, request: RequestState) -> tuple[StepPlan, InFlightStep]:
         """A step of nothing but ``request``, which waits or is being prefilled. No step may be in flight."""
-        draft = StepDraft(EMPTY_BATCH, self._config.max_num_batched_tokens)
+        draft = StepDraft(EMPTY_BATCH, self._config.token_budget)
         if request.status is RequestStatus.RUNNING:
             length = min(draft.budget, request.num_tokens_at_start - request.prefill_at)
             draft.chunks.append(Chunk(request, request.prefill_at, length))
@@ -103,7 +103,7 @@ class ResourceManager:
         """Advance every decoding slot by one position; None, and nothing changed, when blocks are lacking."""
         slots = self._slots
         batch = slots.decode_batch()
-        draft = StepDraft(batch, self._config.max_num_batched_tokens - batch.size)
+        draft = StepDraft(batch, self._config.token_budget - batch.size)
         if batch.size == 0:
             return draft
         due = slots.due()

@@ -66,7 +66,7 @@ class Starter:
     def chunk_cap(self, others_wait: bool) -> int:
         """Most tokens of one prompt in one step."""
         threshold = self._config.long_prefill_token_threshold
-        return threshold if others_wait and threshold else self._config.max_num_batched_tokens
+        return threshold if others_wait and threshold else self._config.token_budget
 
     def identify(self, request: RequestState) -> None:
         if self.kv.enable_prefix_caching:

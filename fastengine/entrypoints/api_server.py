@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from fastengine.config import ConfigError, parse_args
-from fastengine.entrypoints.instance import check_config, check_text, warn_of_few_blocks
+from fastengine.entrypoints.instance import check_config, check_text, warn_of_few_blocks, with_device_defaults
 from fastengine.entrypoints.supervisor import serve
 from fastengine.observability.logs import setup_logging
 
@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_config(config)
         check_text(config)
+        config = with_device_defaults(config)
         warn_of_few_blocks(config)
         return serve(config)
     except ConfigError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import logging
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from fastengine.config import ConfigError, EngineConfig
+from fastengine.config import CPU_TOKEN_BUDGET, ConfigError, EngineConfig
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.model_files.architectures import ARCHITECTURES
 from fastengine.model_files.gguf_header import read_gguf
@@ -71,12 +72,23 @@ def check_model(config: EngineConfig, spec: ModelSpec) -> None:
 
 def check_device(config: EngineConfig) -> None:
     """Refuse what the installed Paddle can't do, as its package's name tells. Raises ConfigError."""
-    package = paddle_package()
-    if config.model.device == "gpu" and package == CPU_PACKAGE:
+    if config.model.device == "gpu" and paddle_package() == CPU_PACKAGE:
         raise ConfigError("device", f"the installed Paddle is built without CUDA; install {GPU_PACKAGE} or use --device cpu")
-    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and package == CPU_PACKAGE)
-    if on_cpu and config.model.dtype not in ("auto", "float32"):
+    if runs_on_cpu(config) and config.model.dtype not in ("auto", "float32"):
         raise ConfigError("dtype", f"Paddle has no {config.model.dtype} matrix product on a CPU; use float32")
+
+
+def runs_on_cpu(config: EngineConfig) -> bool:
+    return config.model.device == "cpu" or (config.model.device == "auto" and paddle_package() == CPU_PACKAGE)
+
+
+def with_device_defaults(config: EngineConfig) -> EngineConfig:
+    """``config`` with what depends on the device filled in, so that every process and ``/config-info`` say the same."""
+    scheduler = config.scheduler
+    budget = scheduler.max_num_batched_tokens
+    if budget is None:
+        budget = max(CPU_TOKEN_BUDGET, scheduler.max_num_seqs) if runs_on_cpu(config) else scheduler.token_budget
+    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, max_num_batched_tokens=budget))
 
 
 def paddle_package() -> str | None:

@@ -17,7 +17,7 @@ import zmq
 from tqdm import tqdm
 
 from fastengine.config import EngineConfig
-from fastengine.entrypoints.instance import STOP_MARGIN_S, EngineProcess, check_config, create_runtime
+from fastengine.entrypoints.instance import STOP_MARGIN_S, EngineProcess, check_config, create_runtime, with_device_defaults
 from fastengine.ipc.channels import CONTROL, ENCODER, INTAKE, client_name, pull_socket, push_socket
 from fastengine.model_files.load import load_spec
 from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse, ToClient
@@ -113,8 +113,9 @@ class LLM:
     """
 
     def __init__(self, model: str, **flags: Any):
-        self.config = EngineConfig.from_flags(model=model, **flags)
-        check_config(self.config)
+        config = EngineConfig.from_flags(model=model, **flags)
+        check_config(config)
+        self.config = with_device_defaults(config)
         self.tokenizer = load_tokenizer(self.config.model, load_spec(model))
         self._template = load_chat_template(self.config.model, self.tokenizer)
         self._handles = itertools.count(1)

@@ -108,7 +108,7 @@ class Driver:
             self.num_blocks,
             self.config.cache.block_size,
             scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
+            scheduler.token_budget,
             self.num_host_blocks,
             self.core.kv_swaps_per_step,
             self.num_disk_blocks,

@@ -63,7 +63,7 @@ class FakeRank:
         if command.name == "init_cache":
             scheduler, block_size = self.config.scheduler, self.config.cache.block_size
             num_blocks = command.args["num_blocks"]
-            self.worker = FakeWorker(num_blocks, block_size, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+            self.worker = FakeWorker(num_blocks, block_size, scheduler.max_num_seqs, scheduler.token_budget)
         elif command.name != "shutdown":
             assert self.worker is not None
             self.send(self.worker.reply(command, self.rank))
