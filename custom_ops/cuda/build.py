@@ -39,7 +39,7 @@ PADDLE_LIBRARY_NAME = "libfastengine_cuda.so"
 # 8.9 has over 8.0 (conversions of fp8), and the pass to the virtual architecture is half of the build.
 ARCHITECTURES = {"80": "80", "89": "89", "90": "89", "100": "89"}
 
-# The compiler from PyPI: what CI installs where it has none. The budget file was written with this version.
+# The compiler from PyPI: what CI installs where it lacks the one that the budget file was written with.
 NVCC_PACKAGES = (
     "nvidia-cuda-nvcc==13.0.88",
     "nvidia-cuda-crt==13.0.88",
@@ -277,6 +277,23 @@ def readable_name(demangled: str) -> str:
     return text
 
 
+def is_budget_compiler(nvcc: str) -> bool:
+    """Whether the budget file was written with this version: another one may use other numbers of registers."""
+    return version_line(nvcc) == json.loads(BUDGET.read_text())["compiler"]
+
+
+def missing_packages() -> tuple[str, ...]:
+    """What brings the budget file's compiler; nothing where it is here."""
+    try:
+        return () if is_budget_compiler(find_nvcc()) else NVCC_PACKAGES
+    except BuildError:
+        return NVCC_PACKAGES
+
+
+def version_line(nvcc: str) -> str:
+    return tool_version(nvcc).strip().splitlines()[-1]
+
+
 def read_resources(report: str) -> list[Resources]:
     """The kernels of one file from ptxas's report (``-Xptxas -v``). Needs ``c++filt``, which comes with g++."""
     found = _RESOURCES.findall(report)
@@ -327,7 +344,7 @@ def over_budget(resources: Sequence[Resources]) -> list[str]:
 def write_budget(resources: Sequence[Resources]) -> None:
     """Overwrites the budget file with what ``resources`` use; local memory stays as stated, to be changed by hand."""
     local = json.loads(BUDGET.read_text())["local_memory"] if BUDGET.is_file() else {}
-    content = {"compiler": tool_version(find_nvcc()).strip().splitlines()[-1], "local_memory": local, "registers": budget_of(resources)}
+    content = {"compiler": version_line(find_nvcc()), "local_memory": local, "registers": budget_of(resources)}
     BUDGET.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -337,7 +354,11 @@ def main() -> int:
     parser.add_argument("--c-library", action="store_true", help="build the C interface alone (no Paddle needed) and print its path")
     parser.add_argument("--paddle-library", type=Path, metavar="FOLDER", help=f"build {PADDLE_LIBRARY_NAME} into this folder")
     parser.add_argument("--write-budget", action="store_true", help=f"write the registers that the kernels use to {BUDGET.name}")
+    parser.add_argument("--missing-packages", action="store_true", help=f"print the PyPI packages to install unless nvcc is the one of {BUDGET.name}")
     args = parser.parse_args()
+    if args.missing_packages:
+        print("\n".join(missing_packages()))
+        return 0
     try:
         architectures = args.architectures.split(",") if args.architectures else known_architectures(find_nvcc())
         if args.write_budget:

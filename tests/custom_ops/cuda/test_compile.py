@@ -92,3 +92,21 @@ ptxas info    : Used 46 registers, used 0 barriers
 )
 def test_names_are_made_readable(demangled: str, name: str) -> None:
     assert build.readable_name(demangled) == name
+
+
+@pytest.mark.parametrize(
+    ("version", "missing"),
+    [(json.loads(build.BUDGET.read_text())["compiler"], ()), ("Build cuda_12.0", build.NVCC_PACKAGES), (None, build.NVCC_PACKAGES)],
+)
+def test_what_ci_installs(version: str | None, missing: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing where the budget file's compiler is; its packages beside another version, or none."""
+    nvcc = tmp_path / "nvcc"
+    if version is not None:
+        nvcc.write_text(f"#!/bin/sh\necho 'nvcc: NVIDIA (R) Cuda compiler driver'\necho '{version}'\n")
+        nvcc.chmod(0o755)
+    monkeypatch.setattr(build, "find_nvcc", lambda: str(nvcc) if version is not None else raise_no_nvcc())
+    assert build.missing_packages() == missing
+
+
+def raise_no_nvcc() -> str:
+    raise build.NoNvcc("no CUDA compiler")
