@@ -89,9 +89,12 @@ class ModelConfig:
     load_format: Literal["auto", "safetensors", "gguf", "dummy", "null"] = flag(
         "auto", "dummy: random weights; null: a model without compute that always yields the same token, to measure everything around it."
     )
+    null_step_time: float = flag(0.0, "Seconds a step of the null model takes, as if an accelerator computed: it sleeps.")
 
     def __post_init__(self) -> None:
         require_positive(self, "max_model_len")
+        require(0.0 <= self.null_step_time <= 60.0, "null_step_time", f"must be in 0..60, got {self.null_step_time}")
+        require(not self.null_step_time or self.load_format == "null", "null_step_time", "is for --load-format null alone")
         require(all(name.strip() for name in self.served_model_name), "served_model_name", "must not be empty")
 
 

@@ -33,6 +33,7 @@ def test_flags_reach_their_fields_and_the_tree_survives_json() -> None:
         ("kv_storage_path", "d"),
         ("kv_storage_size", "1"),
         ("ssl_certfile", "x.pem"),
+        ("null_step_time", "0.02"),  # without --load-format null
     ],
 )
 def test_a_bad_value_is_refused_by_its_flag_name(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,9 @@ class ModelHost:
         sampler = Sampler(table, batch, self.config.model.logprobs_mode)
         if isinstance(self.weights, FusedWeights):
             return FusedExecutor(self.weights.model, cache, batch, table, sampler)
-        return NullExecutor() if self.model is None else ModelExecutor(self.model, cache, batch, table, sampler)
+        if self.model is None:
+            return NullExecutor(self.config.model.null_step_time)
+        return ModelExecutor(self.model, cache, batch, table, sampler)
 
     def _checkpoint(self) -> Checkpoint:
         load_format = self.config.model.load_format

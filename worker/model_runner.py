@@ -49,9 +49,14 @@ class Executor(Protocol):
 
 
 class NullExecutor:
-    """Every row that samples yields the same token at once."""
+    """Every row that samples yields the same token, at once or when the step has taken ``step_s`` seconds."""
+
+    def __init__(self, step_s: float = 0.0):
+        self._step_s = step_s
 
     def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
+        if self._step_s:
+            time.sleep(self._step_s)  # an accelerator would compute meanwhile
         return Executed(np.full(sampling.size, NULL_TOKEN, dtype=np.int32))
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from fastengine.entrypoints.error_formats import DONE_EVENT, error_body, error_event
 from fastengine.frontend.errors import ApiError, ClientDisconnected
+from fastengine.frontend.http_protocol import DIRECT_BODY, DirectBody
 from fastengine.frontend.request_manager import GenerationStream
 
 logger = logging.getLogger(__name__)
@@ -49,12 +50,16 @@ def error_reply(error: ApiError, path: str, *, headers: Mapping[str, str] | None
 class EventWriter:
     """Writes server-sent events; the HTTP status goes out with the first of them."""
 
-    def __init__(self, send: Send, headers: Mapping[str, str]):
+    def __init__(self, send: Send, headers: Mapping[str, str], direct: DirectBody | None = None):
+        """``direct``: the short way for what follows the first events, where the server has one."""
         self._send = send
+        self._direct = direct
         self._headers = headers
         self.started = False
 
     async def write(self, events: bytes) -> None:
+        if self.started and self._direct is not None and self._direct.write(events):
+            return
         if not self.started:
             self.started = True
             extra = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
@@ -72,16 +77,17 @@ class EventStream(Response):
     followed by ``[DONE]`` where OpenAI's API is spoken. ``request_id`` goes into the message of an unforeseen failure.
     """
 
-    def __init__(self, produce: Callable[[Receive, EventWriter], Awaitable[None]], *, request_id: str, headers: Mapping[str, str]):
+    def __init__(self, produce: Callable[[Receive, EventWriter], Coroutine[Any, Any, None]], *, request_id: str, headers: Mapping[str, str]):
         self._produce = produce
         self._request_id = request_id
         self._extra_headers = headers
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer, path = EventWriter(send, self._extra_headers), scope["path"]
+        writer, path = EventWriter(send, self._extra_headers, scope.get(DIRECT_BODY)), scope["path"]
         try:
-            await self._produce(receive, writer)
+            # In a task of its own: every token wakes its few frames, not those of all layers around them, too.
+            await asyncio.create_task(self._produce(receive, writer))
         except ClientDisconnected:
             logger.debug("%s: the client disconnected", self._request_id)
             return

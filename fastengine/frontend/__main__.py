@@ -30,6 +30,8 @@ from fastengine.observability.logs import setup_logging
 from fastengine.observability.watchdog import EventLoopWatchdog
 
 logger = logging.getLogger("fastengine.frontend")
+# Every token makes and drops a few objects of a stream that lives on: looking for cycles among them is seldom worth it.
+GC_THRESHOLDS = (20_000, 20, 20)
 
 
 def build_front_end(config: EngineConfig, runtime_dir: RuntimeDir, client_index: int) -> FrontEnd:
@@ -60,6 +62,7 @@ async def serve(front: FrontEnd, listener: socket.socket) -> int:
             # What start-up made stays for good: the collector need not look at it again.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(*GC_THRESHOLDS)
 
     loading = front.start()
     loading.add_done_callback(text_loaded)

@@ -6,6 +6,8 @@ beginning (or a later request's first byte) until its last byte::
     connection made ── headers ── body ── last byte        the reply takes as long as it takes
     |<-------- request_read_timeout ----->|
 
+A reply's server-sent events have a short way out, past the layers between them and the socket: :class:`DirectBody`.
+
 The body's reader (:class:`fastengine.entrypoints.http_gate.HttpGate`) answers 408 when that is over; a connection that has not
 even sent its headers, or goes on sending after its answer, is closed a little later.
 """
@@ -25,6 +27,8 @@ from fastengine.frontend.errors import ApiError
 
 # The scope's key of a ReadClock.
 READ_CLOCK = "fastengine.read_clock"
+# The scope's key of a DirectBody.
+DIRECT_BODY = "fastengine.direct_body"
 # How much longer than the body's reader the connection waits.
 CLOSE_MARGIN_S = 1.0
 
@@ -37,6 +41,32 @@ class ReadClock:
     def __init__(self, deadline: float):
         self.deadline = deadline
         self.complete = False
+
+
+class DirectBody:
+    """Pieces of one reply's body, written without passing through the middleware: with one per token, that is most of their cost.
+
+    No layer here looks at a body; one that does would have to take this out of the scope.
+    """
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle):
+        self._cycle = cycle
+
+    def write(self, body: bytes) -> bool:
+        """Write a piece at once; False, and nothing written, when it has to go the long way.
+
+        That is so unless a chunked reply is under way to a client that keeps up.
+        """
+        cycle = self._cycle
+        transport = cycle.transport
+        if not body or not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected:
+            return False
+        if cycle.flow.write_paused or transport.is_closing():
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
 
 class TimedProtocol(HttpToolsProtocol):
@@ -97,6 +127,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        self.scope[DIRECT_BODY] = DirectBody(self.cycle)
         if self._running is None or self._running.response_complete:
             self._running = self.cycle
 

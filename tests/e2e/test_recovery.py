@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -116,6 +117,41 @@ def test_two_ranks_give_what_one_gives_and_survive_the_death_of_one(undisturbed:
         assert httpx.post(server.url + "/v1/resume", json={}, timeout=30).status_code == 200
         assert stream_all(server, STREAMS, TOKENS, Blow(rank_pids(server)[1])) == undisturbed
         assert server.metric("worker_crashes_total") == 1
+
+
+# Python runs a file of this name in every process at its start: here it makes the worker die in any step that has the poisoned prompt in it.
+POISON = [7, 7, 7, 7, 7]
+POISONED_SITE = f"""
+import os, signal, sys
+if any(part.endswith("worker/__main__.py") for part in sys.orig_argv) and "paddle.distributed.launch" not in sys.orig_argv:
+    from fastengine.worker.batch import PersistentBatch
+    rows_of = PersistentBatch.rows
+    def rows(batch, plan):
+        found, errors = rows_of(batch, plan)
+        if any(batch.tokens[slot, :{len(POISON)}].tolist() == {POISON} for slot in found.slots.tolist()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found, errors
+    PersistentBatch.rows = rows
+"""
+
+
+def test_a_request_that_kills_the_workers_twice_fails_alone(undisturbed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(POISONED_SITE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    body = {"model": "default", "prompt": POISON, "max_tokens": 4}
+    with running_server(TINY, *FLAGS) as server, ThreadPoolExecutor(1) as pool:
+        poisoned = []
+
+        def poison(tokens: list[list[int]]) -> None:
+            if not poisoned and min(map(len, tokens)) >= 3:
+                poisoned.append(pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=100))
+
+        assert stream_all(server, 8, TOKENS, poison) == undisturbed[:8]
+        reply = poisoned[0].result()
+        assert reply.status_code == 500, reply.text
+        assert "crashed twice in a row" in reply.json()["error"]["message"]
+        assert server.metric("worker_crashes_total") == 2
+        assert stream_all(server, 4, TOKENS) == undisturbed[:4]  # and whoever comes later finds a sound server
 
 
 def test_an_api_process_that_can_never_work_ends_the_server_with_its_message(tmp_path: Path) -> None:

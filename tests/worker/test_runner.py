@@ -8,8 +8,9 @@ import pytest
 from fastengine.protocol.requests import GrammarSpec, SamplingParams
 from fastengine.protocol.steps import StartedSequence, StepPlan
 from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
+from fastengine.worker.batch import StepRows
 from fastengine.worker.model_host import ModelHost
-from fastengine.worker.model_runner import NULL_TOKEN
+from fastengine.worker.model_runner import NULL_TOKEN, NullExecutor
 from tests.worker.conftest import driver_of, loaded_host
 from tests.worker.driver import GREEDY, Driver, Request
 from tests.worker.models import BLOCK_SIZE, NUM_BLOCKS, hf_config, random_weights, write_model
@@ -181,3 +182,13 @@ def test_null_model_yields_its_token(tmp_path) -> None:
     assert host.num_blocks_that_fit() > 0
     requests = driver_of(host).run(mixed_requests(128, 8))
     assert all(request.output == [NULL_TOKEN] * request.max_new for request in requests)
+
+
+def test_a_step_of_the_null_model_takes_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("fastengine.worker.model_runner.time.sleep", slept.append)
+    row = np.zeros(1, dtype=np.int32)
+    for step_s in (0.0, 0.25):
+        executed = NullExecutor(step_s).execute(StepRows(row, row, row + 1, 1), row)
+        assert executed.token_ids.tolist() == [NULL_TOKEN]
+    assert slept == [0.25]

@@ -119,11 +119,12 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
             raise_error(updates)
             events = []
             for update in updates:
-                piece = answers[update.index].piece(update)
-                if piece.is_plain and not continuous:
-                    if piece.text:
-                        events.append(chunks.plain(update.index, piece.text))
+                answer = answers[update.index]
+                if not continuous and answer.has_only_text(update):
+                    if update.text:
+                        events.append(chunks.plain(update.index, update.text))
                     continue
+                piece = answer.piece(update)
                 events.append(
                     chunks.full(
                         update.index,
@@ -154,10 +155,6 @@ class _Piece:
     finish_reason: FinishReason | None
     stop_reason: str | int | None
 
-    @property
-    def is_plain(self) -> bool:
-        return self.logprobs is None and not self.extra and self.finish_reason is None
-
 
 class _Answer:
     """One choice: turns updates into pieces, the first with what ``echo`` repeats, and can gather them."""
@@ -167,11 +164,17 @@ class _Answer:
         self._prompt = job.prompt_of(sequence.index)
         self._sequence = sequence
         self._tokenizer = text.tokenizer
-        self._begun = False
+        # Whether what the first piece alone carries has been told.
+        self._begun = not (self._body.echo or self._body.return_token_ids) and self._body.prompt_logprobs is None
         self._without_output = self._body.max_tokens == 0
+        self._plain = not (self._without_output or self._body.return_token_ids) and self._body.logprobs is None
         self._num_told = 0  # output tokens
         self._echo_length = 0  # characters of the prompt before the output
         self._pieces: list[_Piece] = []
+
+    def has_only_text(self, update: TextUpdate) -> bool:
+        """Whether ``update``, as most are, is nothing but more text: then there is no need to make a piece of it."""
+        return self._plain and self._begun and update.finish_reason is None
 
     def piece(self, update: TextUpdate) -> _Piece:
         body, prompt = self._body, self._prompt
