@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 DEFAULT_KV_STORAGE_GIB = 16.0
+DEFAULT_PACKED_CACHE_DIR = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "fastengine", "packed")
 # A step's length is what running streams, pauses and aborts wait for. A CPU is busy from a few dozen rows on and takes
 # some 0.1 s for this many; a GPU needs more rows to be busy and has them done sooner.
 CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 512, 2048
@@ -90,9 +91,14 @@ class ModelConfig:
         "auto", "dummy: random weights; null: a model without compute that always yields the same token, to measure everything around it."
     )
     null_step_time: float = flag(0.0, "Seconds a step of the null model takes, as if an accelerator computed: it sleeps.")
+    packed_cache: bool = flag(
+        True, "Keep quantized weights on disk as they are packed for this processor: the next start maps them instead of packing them again."
+    )
+    packed_cache_dir: str = flag(DEFAULT_PACKED_CACHE_DIR, "Directory for that.", metavar="DIR")
+    packed_cache_gib: float = flag(16.0, "GiB that may be kept there; what was not used for longest goes first.")
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_model_len")
+        require_positive(self, "max_model_len", "packed_cache_gib")
         require(0.0 <= self.null_step_time <= 60.0, "null_step_time", f"must be in 0..60, got {self.null_step_time}")
         require(not self.null_step_time or self.load_format == "null", "null_step_time", "is for --load-format null alone")
         require(all(name.strip() for name in self.served_model_name), "served_model_name", "must not be empty")

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from tqdm import tqdm
 
 from fastengine.custom_ops.fused import (
     MODEL_LEVEL,
@@ -24,11 +23,13 @@ from fastengine.custom_ops.fused import (
     SourceKind,
     hash_rows,
 )
+from fastengine.custom_ops.library import LIBRARY_PATH
 from fastengine.model_files.spec import ModelSpec
 from fastengine.worker.layers.rotary import cos_sin_table
 from fastengine.worker.loader.checkpoint import Checkpoint
 from fastengine.worker.loader.weights import MASK64, Progress, check_tensors, hash_keys, hash_of_bits
 from fastengine.worker.memory import Storage
+from fastengine.worker.packed_cache import PackedCache, file_digest, processor_features
 
 # Element types whose bytes are packed as they are; others are read as float32 first.
 PACKED_AS_STORED = {
@@ -115,6 +116,7 @@ class FusedWeights:
         self.model = FusedModel(library, fused_shape(spec, max_position), packing, num_threads)
         self._library = library
         self._num_threads = num_threads
+        self._spec = spec
         self._tensors = list(packed_tensors(spec))
         self._may_be_left_over = {"lm_head.weight"} if spec.tie_word_embeddings else set()
         self._arena = Storage((self.model.num_bytes,), "uint8", "cpu", huge_pages=True)
@@ -131,6 +133,29 @@ class FusedWeights:
         self._arena.allocate()
         self.model.bind(self._arena.bits((slice(None),)))
 
+    def load(self, checkpoint: Checkpoint, cache: PackedCache, source: str, progress: Progress | None = None) -> None:
+        """:meth:`allocate` and :meth:`fill`, or what ``cache`` kept of an earlier start from ``source``."""
+        identity = self._packed_identity(source)
+        packed = cache.find(identity)
+        if packed is not None and len(packed.memory) == self._arena.nbytes and packed.hashes.keys() == self.expected_shapes().keys():
+            self._arena.adopt(packed.memory)
+            self._hashes = dict(packed.hashes)
+            self.allocate()
+            return
+        self.allocate()
+        self.fill(checkpoint, progress)
+        cache.store(identity, self._arena.bits((slice(None),)), self._hashes)
+
+    def _packed_identity(self, source: str) -> dict[str, str]:
+        """What packed bytes depend on. The operators' own file stands for the version of the layout."""
+        return {
+            "source": source,
+            "model": repr(self._spec),
+            "packing": f"{self.model.packing} {self.model.num_bytes} bytes, {self.model.instruction_set}",
+            "operators": file_digest(LIBRARY_PATH),
+            "processor": processor_features(),
+        }
+
     def drop(self) -> None:
         self.model.bind(None)
         self._arena.drop()
@@ -139,20 +164,17 @@ class FusedWeights:
         """Compare names and shapes without reading data; ``partial`` allows tensors to be absent. Raises WeightsError."""
         check_tensors(self.expected_shapes(), checkpoint, self._may_be_left_over, partial=partial)
 
-    def fill(self, checkpoint: Checkpoint, progress: Progress | None = None, *, show_bar: bool = False) -> None:
+    def fill(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
         """Pack ``checkpoint`` (checked before) in place, tensor by tensor."""
         names = checkpoint.shapes()
         tensors = [tensor for tensor in self._tensors if tensor.name in names]
         total = sum(math.prod(tensor.shape) for tensor in tensors) or 1
         done = 0
-        with tqdm(total=total, unit="elem", unit_scale=True, desc="Loading weights", disable=not show_bar, mininterval=0.5) as bar:
-            for tensor in tensors:
-                self._hashes[tensor.name] = self._store(tensor, checkpoint)
-                size = math.prod(tensor.shape)
-                done += size
-                bar.update(size)
-                if progress is not None:
-                    progress(done / total)
+        for tensor in tensors:
+            self._hashes[tensor.name] = self._store(tensor, checkpoint)
+            done += math.prod(tensor.shape)
+            if progress is not None:
+                progress(done / total)
 
     def checksum(self) -> int:
         """The hash that :class:`ModelWeights` has of the same checkpoint in float32, modulo 2**64.

@@ -67,6 +67,10 @@ class Storage:
         memory = mmap.mmap(-1, max(self.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self.huge_pages:
             memory.madvise(mmap.MADV_HUGEPAGE)
+        self.adopt(memory)
+
+    def adopt(self, memory: mmap.mmap) -> None:
+        """Use ``memory`` (``nbytes`` or more, writable, on a CPU) until it is dropped, with what it holds."""
         self._array = np.frombuffer(memory, dtype=NUMPY_DTYPES[self.dtype], count=math.prod(self.shape)).reshape(self.shape)
         tensor = paddle.from_dlpack(self._array)
         self.tensor = tensor.view("bfloat16") if self.dtype == "bfloat16" else tensor

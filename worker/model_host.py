@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import paddle
 
 from fastengine import custom_ops
 from fastengine.config import EngineConfig
+from fastengine.model_files.load import weight_files
 from fastengine.protocol.steps import StepPlan, StepResult
 from fastengine.text.load import load_tokenizer
 from fastengine.worker.batch import PersistentBatch
@@ -24,6 +26,7 @@ from fastengine.worker.loader.weights import ModelWeights, model_spec, open_chec
 from fastengine.worker.model_runner import Executor, ModelExecutor, ModelRunner, NullExecutor
 from fastengine.worker.models.llama import LlamaForCausalLM
 from fastengine.worker.models.registry import build_model
+from fastengine.worker.packed_cache import PackedCache, model_files_identity
 from fastengine.worker.parallel import TensorParallel
 from fastengine.worker.quantization import fused_library, kv_dtype, plan_compute
 from fastengine.worker.sampler import Sampler
@@ -42,6 +45,7 @@ class ModelHost:
     def __init__(self, config: EngineConfig, tp: TensorParallel, num_threads: int):
         self.config = config
         self.tp = tp
+        self._num_threads = num_threads
         self.device = select_device(config.model.device)
         self.spec = model_spec(config.model.model)
         self.place = Place(compute_dtype(config.model.dtype, self.device, self.spec.torch_dtype), self.device)
@@ -73,8 +77,11 @@ class ModelHost:
         if not self.is_null:
             checkpoint = self._checkpoint()
             self.weights.check(checkpoint)
-            self.weights.allocate()
-            self.weights.fill(checkpoint, progress, show_bar=self.tp.rank == 0)
+            if isinstance(self.weights, FusedWeights) and (cache := self._packed_cache()) is not None:
+                self.weights.load(checkpoint, cache, model_files_identity(weight_files(self.config.model.model)), progress)
+            else:
+                self.weights.allocate()
+                self.weights.fill(checkpoint, progress)
             checkpoint.close()
         progress(1.0)
         return time.monotonic() - started
@@ -128,6 +135,12 @@ class ModelHost:
         if self.model is None:
             return NullExecutor(self.config.model.null_step_time)
         return ModelExecutor(self.model, cache, batch, table, sampler)
+
+    def _packed_cache(self) -> PackedCache | None:
+        model = self.config.model
+        if not model.packed_cache or model.load_format == "dummy":
+            return None
+        return PackedCache(Path(model.packed_cache_dir).expanduser(), int(model.packed_cache_gib * 2**30), self._num_threads)
 
     def _checkpoint(self) -> Checkpoint:
         load_format = self.config.model.load_format

@@ -307,7 +307,7 @@ class LLM:
                 yield self._decode(self._connection.inbox.recv())
 
     def _wait_ready(self) -> None:
-        with tqdm(total=100, desc="Loading weights", unit="%", bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}") as bar:
+        with tqdm(total=100, desc="Loading weights", unit="%", disable=None, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}") as bar:
             for message in self._messages(self.config.parallel.worker_start_timeout + STOP_MARGIN_S, "ready engine"):
                 if isinstance(message, EngineStatus):
                     bar.update(round(message.progress * 100) - bar.n)

@@ -86,6 +86,7 @@ class Supervisor:
         self._apis: dict[int, subprocess.Popen[bytes]] = {}
         self._restarts: dict[str, Restarts] = {}
         self._progress: tqdm | None = None
+        self._progress_logged = False
         self._was_ready = False
         self._last_state = ""
         self._stopping = False
@@ -201,6 +202,11 @@ class Supervisor:
             self._selector.unregister(self._engine.status_fd)
 
     def _show_progress(self, progress: float) -> None:
+        if not sys.stderr.isatty():  # a log: one line, and no bar that draws over itself
+            if not self._progress_logged:
+                logger.info("loading the weights")
+                self._progress_logged = True
+            return
         if self._progress is None:
             self._progress = tqdm(
                 total=100, desc="Loading weights", unit="%", file=sys.stderr, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}"

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from tqdm import tqdm
 
 from fastengine.model_files.load import load_spec, resolve_model, weight_files
 from fastengine.model_files.spec import ModelSpec
@@ -75,7 +74,7 @@ class ModelWeights:
         """
         check_tensors(self.expected_shapes(), checkpoint, self._may_be_left_over, partial=partial)
 
-    def fill(self, checkpoint: Checkpoint, progress: Progress | None = None, *, show_bar: bool = False) -> None:
+    def fill(self, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
         """Copy ``checkpoint`` (checked before) into the storages, in place, tensor by tensor."""
         names = checkpoint.shapes()
         pieces = [piece for piece in self.pieces if piece.name in names]
@@ -86,14 +85,9 @@ class ModelWeights:
             piece.store(checkpoint.read(piece.name, piece.rows))
             return piece
 
-        with (
-            ThreadPoolExecutor(self._num_threads) as pool,
-            tqdm(total=total, unit="elem", unit_scale=True, desc="Loading weights", disable=not show_bar, mininterval=0.5) as bar,
-        ):
+        with ThreadPoolExecutor(self._num_threads) as pool:
             for piece in pool.map(fill_one, pieces):
-                size = math.prod(piece.shape)
-                done += size
-                bar.update(size)
+                done += math.prod(piece.shape)
                 if progress is not None:
                     progress(done / total)
 
