@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
+from fastengine.entrypoints.event_json import event_json
 from fastengine.frontend.errors import ApiError
 
 ANTHROPIC_ROOT = "/v1/messages"
@@ -34,5 +33,5 @@ def error_body(error: ApiError, path: str) -> dict[str, Any]:
 
 def error_event(error: ApiError, path: str) -> bytes:
     """What ends a stream that has begun."""
-    data = msgspec.json.encode(error_body(error, path))
+    data = event_json(error_body(error, path))
     return b"event: error\ndata: " + data + b"\n\n" if is_anthropic(path) else b"data: " + data + b"\n\n" + DONE_EVENT

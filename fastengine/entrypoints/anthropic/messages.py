@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
@@ -25,6 +24,7 @@ from fastengine.entrypoints.anthropic.message_types import (
     StopReason,
     Usage,
 )
+from fastengine.entrypoints.event_json import event_json
 from fastengine.entrypoints.openai.chat_job import ChatJob, ChatReader, prepare_chat
 from fastengine.entrypoints.openai.chat_prompt import chat_prompt
 from fastengine.entrypoints.openai.endpoint import raise_error
@@ -48,7 +48,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "output_format": (),
     "service_tier": ("auto", "standard_only"),
 }
-_encode = msgspec.json.Encoder().encode
 
 
 class MessagesEndpoint:
@@ -237,4 +236,4 @@ def _delta(delta: Delta) -> dict[str, str]:
 
 
 def event(name: str, fields: dict[str, Any]) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode({"type": name, **fields}))
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), event_json({"type": name, **fields}))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
+from fastengine.entrypoints.event_json import event_json
 from fastengine.entrypoints.openai.response_types import Usage
-
-_encode = msgspec.json.Encoder().encode
 
 
 class ChunkWriter:
@@ -20,7 +17,7 @@ class ChunkWriter:
     """
 
     def __init__(self, head: dict[str, Any], *, before_text: bytes, after_text: bytes, usage_field: bool):
-        self._head = b"data: " + _encode(head)[:-1]
+        self._head = b"data: " + event_json(head)[:-1]
         self._before_text = before_text
         self._after_text = after_text
         self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
@@ -32,7 +29,7 @@ class ChunkWriter:
         head = self._plain_heads.get(index)
         if head is None:
             head = self._plain_heads[index] = b'%s,"choices":[{"index":%d,%s' % (self._head, index, self._before_text)
-        return head + _encode(text) + self._plain_tail
+        return head + event_json(text) + self._plain_tail
 
     def full(
         self,
@@ -46,12 +43,12 @@ class ChunkWriter:
         usage: Usage | None = None,
     ) -> bytes:
         """A chunk with anything beside the text; ``in_choice`` are further fields of the choice."""
-        parts = [self._head, b',"choices":[{"index":%d,' % index, self._before_text, _encode(text)]
-        parts += (self._after_text, b',"logprobs":', _encode(logprobs), b',"finish_reason":', _encode(finish_reason))
+        parts = [self._head, b',"choices":[{"index":%d,' % index, self._before_text, event_json(text)]
+        parts += (self._after_text, b',"logprobs":', event_json(logprobs), b',"finish_reason":', event_json(finish_reason))
         if finish_reason is not None:
-            parts += (b',"stop_reason":', _encode(stop_reason))
+            parts += (b',"stop_reason":', event_json(stop_reason))
         if in_choice:
-            parts += (b",", _encode(in_choice)[1:-1])
+            parts += (b",", event_json(in_choice)[1:-1])
         parts += (b"}]", self._tail if usage is None else self._usage_tail(usage))
         return b"".join(parts)
 
@@ -66,10 +63,10 @@ class ChunkWriter:
         usage: Usage | None = None,
     ) -> bytes:
         """A chat chunk whose delta is given whole."""
-        parts = [self._head, b',"choices":[{"index":%d,"delta":' % index, _encode(delta)]
-        parts += (b',"logprobs":', _encode(logprobs), b',"finish_reason":', _encode(finish_reason))
+        parts = [self._head, b',"choices":[{"index":%d,"delta":' % index, event_json(delta)]
+        parts += (b',"logprobs":', event_json(logprobs), b',"finish_reason":', event_json(finish_reason))
         if finish_reason is not None:
-            parts += (b',"stop_reason":', _encode(stop_reason))
+            parts += (b',"stop_reason":', event_json(stop_reason))
         parts += (b"}]", self._tail if usage is None else self._usage_tail(usage))
         return b"".join(parts)
 
@@ -78,4 +75,4 @@ class ChunkWriter:
         return b"".join((self._head, b',"choices":[]', self._usage_tail(usage)))
 
     def _usage_tail(self, usage: Usage) -> bytes:
-        return b',"usage":' + _encode(usage) + b"}\n\n"
+        return b',"usage":' + event_json(usage) + b"}\n\n"

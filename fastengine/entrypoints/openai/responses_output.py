@@ -6,8 +6,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
+from fastengine.entrypoints.event_json import event_json
 from fastengine.entrypoints.openai.response_types import TokenLogprob
 from fastengine.entrypoints.openai.responses_types import (
     FunctionCallItem,
@@ -21,7 +20,6 @@ from fastengine.entrypoints.openai.responses_types import (
 )
 from fastengine.text.deltas import Delta
 
-_encode = msgspec.json.Encoder().encode
 Fields = dict[str, Any]
 
 
@@ -32,7 +30,7 @@ class EventNumbers:
         self._next = 0
 
     def event(self, kind: str, fields: Fields) -> bytes:
-        data = _encode({"type": kind, "sequence_number": self._next, **fields})
+        data = event_json({"type": kind, "sequence_number": self._next, **fields})
         self._next += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
