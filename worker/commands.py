@@ -1,7 +1,7 @@
 """What a worker does beside steps: one handler per command, named as in WorkerCommand.
 
-A handler takes the command's ``args`` and returns the reply's ``result``; transfers of KV blocks are answered
-later, while steps and other commands go on. What a handler raises becomes the reply's ``error``: WeightsError, ModelFileError and ValueError with code 400, MemoryAsleep with 409 and
+A handler takes the command's ``args`` and returns the reply's ``result``; transfers of KV blocks and compilations of
+grammars are answered later, while steps and other commands go on. What a handler raises becomes the reply's ``error``: WeightsError, ModelFileError and ValueError with code 400, MemoryAsleep with 409 and
 OSError with 500, and the worker goes on. Anything else is a defect and ends the rank.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import paddle
 
+from fastengine.protocol.requests import GrammarSpec
 from fastengine.protocol.steps import WorkerCommand, WorkerReply
 from fastengine.worker.block_files import BlockFiles, BlockTransfers
 from fastengine.worker.memory import rss_bytes
@@ -72,6 +73,9 @@ class CommandHandlers:
             if transfer is not None:
                 transfer(self._ready_transfers(), command.command_id, command.args)
                 return None
+            if command.name == "compile_grammar":
+                self.compile_grammar(command.command_id, command.args)
+                return None
             if handler is None:
                 raise ValueError(f"no such command: {command.name}")
             return WorkerReply(command_id=command.command_id, rank=rank, result=handler(command.args))
@@ -112,6 +116,14 @@ class CommandHandlers:
     def load_blocks(self, transfers: BlockTransfers, command_id: int, args: Args) -> None:
         """``{keys, blocks}``: read each key's file into its host block. Result: ``{failed: [place, ...]}``."""
         transfers.load(command_id, args["keys"], args["blocks"])
+
+    def compile_grammar(self, command_id: int, args: Args) -> None:
+        """``{kind, source}``: compile a grammar, for sequences that start later. Answered when it is done, with 400 if it can't be."""
+
+        def done(error: str | None) -> None:
+            self._reply_later(WorkerReply(command_id=command_id, rank=self._host.tp.rank, error=error or "", error_code=400))
+
+        self._host.compile_grammar(GrammarSpec(args["kind"], args["source"]), done)
 
     def prepare_weights(self, args: Args) -> Result:
         """``{source?, path?, format?, verify_checksum?}``: check new weights, touching nothing.

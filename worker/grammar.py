@@ -2,13 +2,15 @@
 
 ::
 
-    start(slot)  --> a thread compiles (llguidance), while the step's forward pass runs
-    masks(slots) --> waits for those compilations, then one bitmask for the whole batch
+    prepare(grammar) --> a thread compiles (llguidance) and answers; steps go on
+    start(slot)  --> takes the compiled grammar; one that is not there is compiled while the step's forward pass runs
+    masks(slots) --> waits for such compilations, then one bitmask for the whole batch
     advance(slot, token) after sampling
 
 Everything here is a function of the grammar and the slot's own tokens, so all ranks come to the same
-masks, and a sequence that is recomputed goes on where it was. A grammar compiles in 1-8 ms and is then
-remembered; the first one of a worker's life also waits for the tokenizer to be read (under a second).
+masks, and a sequence that is recomputed goes on where it was. Most grammars compile in 1-8 ms, large ones in
+half a second, and the first of a worker's life also waits for the tokenizer to be read: API processes have each
+prepared before they send the first request that needs it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ import numpy as np
 from fastengine.protocol.requests import GrammarSpec, ReasoningSpec
 from fastengine.text.grammar import GrammarCompiler, GrammarError, GrammarMatcher, fill_bitmask
 from fastengine.text.tokenizer import Tokenizer
+
+# Those of all API processes together.
+MAX_REMEMBERED = 1024
 
 
 class BackgroundCompiler:
@@ -38,20 +43,42 @@ class BackgroundCompiler:
         self._thread = ThreadPoolExecutor(1, "grammar")
         self.foreign_end_ids: list[int] = []
 
-    def matcher(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
-        """A matcher at the grammar's start. The future's error is a GrammarError, or says why there is no tokenizer."""
-        return self._thread.submit(self._matcher, spec)
+    def prepare(self, spec: GrammarSpec, done: Callable[[str | None], None]) -> None:
+        """Compile ahead of the first :meth:`matcher`; ``done`` is called in the thread with what is wrong, or None."""
 
-    def _matcher(self, spec: GrammarSpec) -> GrammarMatcher:
+        def compile_it() -> None:
+            try:
+                self._ready_compiler().check(spec)
+            except Exception as error:  # noqa: BLE001 - told to whoever asked
+                done(str(error) or type(error).__name__)
+            else:
+                done(None)
+
+        self._thread.submit(compile_it)
+
+    def matcher(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
+        """A matcher at the grammar's start. The future's error is a GrammarError, or says why there is no tokenizer.
+
+        It is there at once for a grammar that is compiled, whatever the thread is compiling.
+        """
+        compiler = self._compiler
+        if compiler is None or not compiler.knows(spec):
+            return self._thread.submit(lambda: self._ready_compiler().matcher(spec))
+        ready: Future[GrammarMatcher] = Future()
+        ready.set_result(compiler.matcher(spec))
+        return ready
+
+    def _ready_compiler(self) -> GrammarCompiler:
         if self._compiler is None:
             try:
                 tokenizer = self._load_tokenizer()
-                self._compiler = GrammarCompiler(tokenizer)
-                if self._eos_token_ids:
-                    self.foreign_end_ids = sorted(set(tokenizer.eos_token_ids) - self._eos_token_ids)
+                compiler = GrammarCompiler(tokenizer, max_remembered=MAX_REMEMBERED)
             except ValueError as error:
                 raise GrammarError(f"structured output needs the model's tokenizer: {error}") from error
-        return self._compiler.matcher(spec)
+            if self._eos_token_ids:
+                self.foreign_end_ids = sorted(set(tokenizer.eos_token_ids) - self._eos_token_ids)
+            self._compiler = compiler
+        return self._compiler
 
 
 class ReasoningPhase:

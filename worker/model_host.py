@@ -12,6 +12,7 @@ import paddle
 from fastengine import custom_ops
 from fastengine.config import EngineConfig
 from fastengine.model_files.load import weight_files
+from fastengine.protocol.requests import GrammarSpec
 from fastengine.protocol.steps import StepPlan, StepResult
 from fastengine.text.load import load_tokenizer
 from fastengine.worker.batch import PersistentBatch
@@ -122,6 +123,13 @@ class ModelHost:
         table = SamplingTable(self.config.scheduler.max_num_seqs, self.spec.vocab_size, self.spec.eos_token_ids, grammars)
         self.cache = KVCache(self.kv_shape(), num_blocks, num_host_blocks, self.device)
         self._runner = ModelRunner(self.batch, table, self._executor(self.cache, self.batch, table))
+
+    def compile_grammar(self, grammar: GrammarSpec, done: Callable[[str | None], None]) -> None:
+        """Compile while steps go on, then call ``done`` (in another thread) with what is wrong with it, or None."""
+        if self.is_null:
+            done(None)  # refused when a sequence needs it
+        else:
+            self._compiler.prepare(grammar, done)
 
     def step(self, plan: StepPlan) -> StepResult:
         if self._runner is None:

@@ -3,7 +3,7 @@
 Three kinds:
 
 * answered at once from the engine's state: is_paused, abort_requests, flush_cache, server_info, metrics
-* tools that need the workers and change no state: checksum, profile, log_level. Any number at a time.
+* tools that need the workers and change no state: checksum, profile, log_level, prepare_grammar. Any number at a time.
 * state changes: pause, resume, weight updates, sleep, wakeup. One worker operation of these at a time;
   those that come while it runs are taken up after it, in order.
 """
@@ -31,6 +31,7 @@ from fastengine.protocol.control import (
     GetServerInfo,
     IsPaused,
     Pause,
+    PrepareGrammar,
     Profile,
     Resume,
     SetLogLevel,
@@ -216,6 +217,8 @@ class ControlPlane:
             self._start(request, operations.checksum(), progress)
         elif isinstance(command, Profile):
             self._start(request, operations.profile(command), progress)
+        elif isinstance(command, PrepareGrammar):
+            self._start(request, operations.prepare_grammar(command), progress)
         elif isinstance(command, SetLogLevel):
             logging.getLogger("fastengine").setLevel(command.level)
             self._start(request, operations.log_level(command), progress)

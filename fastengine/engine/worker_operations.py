@@ -13,6 +13,7 @@ Commands sent here, and what each rank must do:
   ``checkpoint`` or ``tensors``, ``path`` None the served model) and change nothing that serves
 * ``commit_weights {}``: copy what was prepared into place; ``discard_weights {}``: forget it
 * ``checksum {}`` -> ``{"checksum": str}``; ``profile {action, output_dir}``; ``log_level {level}``
+* ``compile_grammar {kind, source}``: in the background, without touching what runs
 * ``sleep {tags}`` and ``wakeup {tags}``: give memory back to the system, and take it again
 """
 
@@ -27,7 +28,7 @@ from fastengine.engine.resource_manager import ResourceManager
 from fastengine.engine.run_state import RunState
 from fastengine.engine.worker_commands import Replies
 from fastengine.observability.metrics import EngineMetrics
-from fastengine.protocol.control import Profile, SetLogLevel, Sleep, UpdateWeights, UpdateWeightsFromTensors, Wakeup
+from fastengine.protocol.control import PrepareGrammar, Profile, SetLogLevel, Sleep, UpdateWeights, UpdateWeightsFromTensors, Wakeup
 from fastengine.protocol.outputs import EngineError
 
 MEMORY_TAGS = ("weight", "kv_cache")
@@ -170,6 +171,10 @@ class WorkerOperations:
     def log_level(self, command: SetLogLevel) -> Operation:
         raise_on_error((yield Send("log_level", {"level": command.level})))
         return {"level": command.level}
+
+    def prepare_grammar(self, command: PrepareGrammar) -> Operation:
+        raise_on_error((yield Send("compile_grammar", {"kind": command.grammar.kind, "source": command.grammar.source})))
+        return {}
 
     # -- restart --------------------------------------------------------------------------------
 

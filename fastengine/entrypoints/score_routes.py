@@ -131,6 +131,8 @@ class ScoreRoutes:
         self, request: Request, body: PairFields, request_id: str, queries: Sequence[str], documents: Sequence[str], query_param: str, param: str
     ) -> Scores:
         text = await self._front.text.ready()
+        if not text.has_logits:
+            raise bad_request(param, "the null model has no log-probabilities")
         pairs = await self._pairs(queries, documents, query_param, param, text)
         stream = self._front.manager.generate(
             request_id,
@@ -155,11 +157,12 @@ class ScoreRoutes:
         service = self._front.text
         # Tokenized apart, so that a query is the same tokens whatever stands before it.
         distinct = list(dict.fromkeys(queries))
-        encoded_queries = await asyncio.gather(*(service.encode(" " + query.strip(), "plain") for query in distinct))
+        encoded_queries = await asyncio.gather(*(service.encode(" " + query.strip(), "plain", param=query_param) for query in distinct))
         query_ids = {query: encoded.token_ids for query, encoded in zip(distinct, encoded_queries, strict=True)}
         if not all(query.strip() for query in distinct):
             raise bad_request(query_param, "the text is empty")
-        encoded_documents = await asyncio.gather(*(service.encode(BEFORE_DOCUMENT + document + BEFORE_QUERY, "special") for document in documents))
+        texts = [BEFORE_DOCUMENT + document + BEFORE_QUERY for document in documents]
+        encoded_documents = await asyncio.gather(*(service.encode(row, "special", param=f"{param}[{i}]") for i, row in enumerate(texts)))
         pairs = []
         for i, (query, encoded) in enumerate(zip(queries, encoded_documents, strict=True)):
             token_ids = encoded.token_ids + query_ids[query]

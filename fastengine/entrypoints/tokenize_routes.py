@@ -80,7 +80,7 @@ class TokenizeRoutes:
             raise bad_request("prompt", "send either prompt or messages")
         if body.prompt is not None:
             kind: PromptKind = "plain" if body.add_special_tokens is False else "special"
-            return (await self._front.text.encode(body.prompt, kind)).token_ids
+            return (await self._front.text.encode(body.prompt, kind, param="prompt", must_fit=False)).token_ids
         if body.add_special_tokens:
             raise bad_request("add_special_tokens", "a chat has the special tokens that its template writes, and exactly one BOS")
         chat = ChatCompletionRequest(

@@ -39,7 +39,7 @@ def build_front_end(config: EngineConfig, runtime_dir: RuntimeDir, client_index:
     traces = RequestTraces.of(config, runtime_dir.instance_id, client_index)
     server = config.server
     manager = RequestManager(engine, default_timeout_s=server.request_timeout, reject_while_paused=server.reject_while_paused, traces=traces)
-    text = TextService(lambda: load_model_text(config.model))
+    text = TextService(lambda: load_model_text(config.model), engine.prepare_grammar)
     return FrontEnd(config, engine, manager, text, HttpMetrics(runtime_dir, client_index), traces)
 
 

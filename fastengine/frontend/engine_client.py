@@ -21,15 +21,16 @@ import zmq
 from fastengine.frontend.errors import ApiError, engine_unavailable
 from fastengine.ipc import channels
 from fastengine.ipc.runtime_dir import RuntimeDir
-from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse, ToClient
+from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse, PrepareGrammar, ToClient
 from fastengine.protocol.outputs import EngineStatus, OutputBatch
-from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, IntakeMessage
+from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, GrammarSpec, IntakeMessage
 
 logger = logging.getLogger(__name__)
 # Messages taken per wake before other callbacks of the loop get their turn.
 MESSAGES_PER_WAKE = 64
 # How long closing may take to get the last aborts to the engine.
 CLOSE_LINGER_MS = 200
+GRAMMAR_TIMEOUT_S = 60.0
 _DECODER = msgspec.msgpack.Decoder(ToClient)
 
 
@@ -115,6 +116,12 @@ class EngineClient:
             raise ApiError(504, f"the engine did not answer {name} within {timeout_s:g} s") from None
         finally:
             del self._pending[request_id]
+
+    async def prepare_grammar(self, grammar: GrammarSpec) -> None:
+        """Return when every rank has compiled it. Raises ApiError: 400 when that can't be, 503 without workers, 504."""
+        reply = await self.control(PrepareGrammar(grammar), timeout_s=GRAMMAR_TIMEOUT_S)
+        if reply.error is not None:
+            raise ApiError.from_engine(reply.error)
 
     async def _ask(self, message: ControlRequest, answer: asyncio.Future[ControlResponse]) -> ControlResponse:
         # Commands travel on another socket than the greeting, and only who has been greeted is answered.

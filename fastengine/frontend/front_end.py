@@ -14,6 +14,7 @@ from fastengine.frontend.request_manager import RequestManager
 from fastengine.frontend.request_traces import RequestTraces
 from fastengine.frontend.text_service import ModelText, TextService
 from fastengine.model_files.load import default_model_name
+from fastengine.protocol.outputs import EngineStatus
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,13 @@ class FrontEnd:
 
     def start(self) -> asyncio.Task[ModelText]:
         """Connect to the engine and begin to load the text side; call it on the event loop. The task is the loading."""
-        self.engine.start(on_outputs=self.manager.on_outputs, on_status=self.manager.on_status)
+        self.engine.start(on_outputs=self.manager.on_outputs, on_status=self._status_changed)
         return self.text.start()
+
+    def _status_changed(self, before: EngineStatus, now: EngineStatus) -> None:
+        if now.state != "ready":
+            self.text.grammars.forget_workers()
+        self.manager.on_status(before, now)
 
     def end_requests(self) -> int:
         """The server shuts down: whoever still waits is told so. Returns how many those are."""

@@ -3,8 +3,8 @@
 A single thread takes all prompts that wait as one batch: while it works, the next batch gathers. A
 lone request so goes at once, and a crowd shares the tokenizer's parallel ``encode_batch``. Long texts,
 which take much of a second each, have a thread of their own, so that they delay only one another. Requests
-that bring a template of their own are rendered by another thread, so a slow one delays only its kind;
-grammars are compiled, to be refused if they are bad, by one more.
+that bring a template of their own are rendered by another thread, so a slow one delays only its kind; grammars
+have theirs in :mod:`fastengine.frontend.grammar_checks`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fastengine.config import ModelConfig
 from fastengine.frontend.errors import ApiError, bad_request
+from fastengine.frontend.grammar_checks import GrammarChecks, Prepare
 from fastengine.model_files.load import load_spec
 from fastengine.model_files.spec import ModelSpec
 from fastengine.protocol.requests import GrammarSpec
@@ -24,17 +25,13 @@ from fastengine.text.chat_template import ChatTemplate, load_chat_template
 from fastengine.text.load import load_tokenizer
 from fastengine.text.output_parser import OutputFormat
 from fastengine.text.plugins import load_parsers
-from fastengine.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from fastengine.text.grammar import GrammarCompiler
+from fastengine.text.tokenizer import Tokenizer, TokenizerError
 
 MAX_WAITING_PROMPTS = 8192
 # Characters past which a text counts as long: the worst ones (one endless word) take a microsecond each.
 LONG_TEXT = 32 << 10
 MAX_WAITING_LONG_TEXTS = 64
 MAX_WAITING_RENDERS = 64
-MAX_WAITING_GRAMMARS = 64
 # How special tokens are added: a rendered template gets exactly one BOS, a text those of the tokenizer, or none.
 PromptKind = Literal["chat", "special", "plain"]
 
@@ -43,7 +40,8 @@ PromptKind = Literal["chat", "special", "plain"]
 class ModelText:
     """What the text side knows of the served model. ``max_model_len`` counts prompt and output tokens.
 
-    ``tool_template`` is used instead of ``chat_template`` when there are tools, if the model has one.
+    ``tool_template`` is used instead of ``chat_template`` when there are tools, if the model has one. Without
+    ``has_logits`` (``--load-format null``) there are tokens and nothing else: no probabilities, no hidden states.
     """
 
     spec: ModelSpec
@@ -52,6 +50,7 @@ class ModelText:
     max_model_len: int
     tool_template: ChatTemplate | None = None
     output_format: OutputFormat = OutputFormat()  # noqa: RUF009 - frozen
+    has_logits: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class _Job:
     source: str | Callable[[], str]
     kind: PromptKind
     result: asyncio.Future[EncodedPrompt]
-    param: str | None  # where too long a text is refused in the name of this field
+    param: str  # the request's field it came from
+    must_fit: bool
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def load_model_text(config: ModelConfig) -> ModelText:
         max_model_len=config.max_model_len or spec.max_position_embeddings,
         tool_template=load_chat_template(config, tokenizer, for_tools=True),
         output_format=output_format,
+        has_logits=config.load_format != "null",
     )
 
 
@@ -101,8 +102,9 @@ class TextService:
     ``load`` runs once in a thread; until it is done :attr:`model` is None and :meth:`ready` waits.
     """
 
-    def __init__(self, load: Callable[[], ModelText]):
+    def __init__(self, load: Callable[[], ModelText], prepare_grammar: Prepare | None = None):
         self._load = load
+        self.grammars = GrammarChecks(prepare_grammar)
         self.model: ModelText | None = None
         self._waiting: list[_Job] = []
         self._busy = False
@@ -111,9 +113,6 @@ class TextService:
         self._long_encoder = ThreadPoolExecutor(1, "encode-long")
         self._num_long = 0
         self._renderer = ThreadPoolExecutor(1, "render")
-        self._compiling = ThreadPoolExecutor(1, "grammar")
-        self._compiler: GrammarCompiler | None = None
-        self._num_grammars = 0
 
     def start(self) -> asyncio.Task[ModelText]:
         """Begin loading; the task ends with the loader's exception if it fails."""
@@ -133,34 +132,12 @@ class TextService:
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._long_encoder.shutdown(wait=False, cancel_futures=True)
         self._renderer.shutdown(wait=False, cancel_futures=True)
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     async def check_grammar(self, param: str, spec: GrammarSpec) -> None:
-        """Compile a grammar, unless that was done before. Raises ApiError 400 naming ``param``, or 429 when too many wait for it."""
-        if self._compiler is not None and self._compiler.knows(spec):
-            return
-        if self._num_grammars >= MAX_WAITING_GRAMMARS:
-            raise ApiError(429, f"{MAX_WAITING_GRAMMARS} grammars are waiting to be compiled", param=param, retry_after_s=1.0)
-        self._num_grammars += 1
-        try:
-            problem = await asyncio.get_running_loop().run_in_executor(self._compiling, self._problem_with, spec)
-        finally:
-            self._num_grammars -= 1
-        if problem is not None:
-            raise bad_request(param, problem, code="invalid_grammar")
-
-    def _problem_with(self, spec: GrammarSpec) -> str | None:
-        # Most servers never see a grammar: its library is loaded with the first one.
-        from fastengine.text.grammar import GrammarCompiler, GrammarError
-
+        """See :meth:`GrammarChecks.check`; the model's text side must be :meth:`ready`."""
         assert self.model is not None
-        try:
-            if self._compiler is None:
-                self._compiler = GrammarCompiler(self.model.tokenizer)
-            self._compiler.check(spec)
-        except GrammarError as error:
-            return str(error)
-        return None
+        await self.grammars.check(param, spec, self.model.tokenizer)
 
     async def render(self, render: Callable[[], str]) -> str:
         """Run a template of the user's own in the renderers' thread. Raises ApiError 429 when too many wait for it."""
@@ -172,13 +149,20 @@ class TextService:
         finally:
             self._num_renders -= 1
 
-    async def encode(self, source: str | Callable[[], str], kind: PromptKind, *, param: str | None = None) -> EncodedPrompt:
+    async def encode(self, source: str | Callable[[], str], kind: PromptKind, *, param: str, must_fit: bool = True) -> EncodedPrompt:
         """The token ids of a text, or of the text that calling ``source`` (a template) yields.
 
-        With ``param``, the field it came from, a text that can't fit the model's context is refused before it is
-        tokenized: ApiError 400. Raises what ``source`` raises, TokenizerError, and ApiError 429 when too many wait.
+        Raises what ``source`` raises, and ApiError: 400 naming ``param``, the field it came from, for a text that is
+        none or (``must_fit``) can't fit the model's context, found before it is tokenized; 429 when too many wait.
         """
-        job = _Job(source, kind, asyncio.get_running_loop().create_future(), param)
+        job = _Job(source, kind, asyncio.get_running_loop().create_future(), param, must_fit)
+        try:
+            return await self._encoded(job)
+        except TokenizerError as error:
+            raise bad_request(param, str(error)) from None
+
+    async def _encoded(self, job: _Job) -> EncodedPrompt:
+        source = job.source
         if isinstance(source, str) and len(source) > LONG_TEXT:
             self._encode_long(job, source)
             return await job.result
@@ -216,7 +200,7 @@ class TextService:
         assert self.model is not None
         if job.result.cancelled():
             return EncodedPrompt(text, [])  # nobody waits for it
-        if job.param is not None:
+        if job.must_fit:
             check_can_fit(job.param, text, self.model)
         ((_, outcome),) = self._encode_texts([(0, text)], job.kind)
         if isinstance(outcome, Exception):

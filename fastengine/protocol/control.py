@@ -1,4 +1,4 @@
-"""Operators' commands: they travel on a channel of their own and are answered between two steps."""
+"""Operators' commands, and what API processes ask beside requests: on a channel of their own, answered between two steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from fastengine.protocol.outputs import EngineError, EngineStatus, OutputBatch
+from fastengine.protocol.requests import GrammarSpec
 
 PauseMode = Literal["abort", "drain", "retract", "in_place"]
 MemoryTag = Literal["weight", "kv_cache"]
@@ -87,6 +88,12 @@ class SetLogLevel(msgspec.Struct, frozen=True, tag="log_level", kw_only=True):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
+class PrepareGrammar(msgspec.Struct, frozen=True, tag="prepare_grammar"):
+    """Compile a grammar on every rank while steps go on, so that the request that needs it holds up nobody's step."""
+
+    grammar: GrammarSpec
+
+
 class GetServerInfo(msgspec.Struct, frozen=True, tag="server_info"):
     """Configuration, versions, memory, queues and counters as one JSON object."""
 
@@ -108,6 +115,7 @@ ControlCommand = (
     | FlushCache
     | Profile
     | SetLogLevel
+    | PrepareGrammar
     | GetServerInfo
     | GetMetrics
 )

@@ -99,8 +99,8 @@ class WorkerCommand(msgspec.Struct, frozen=True, tag="command", array_like=True,
     """Anything that is not a step, in order with the steps; every rank answers with a WorkerReply.
 
     ``name`` is one of ``init_cache, prepare_weights, commit_weights, discard_weights, load_weights,
-    update_tensors, checksum, sleep, wakeup, profile, log_level, ping, shutdown, store_blocks, load_blocks``; the arguments of each are
-    documented at its handler in the worker. The last two are answered when they are done, other messages meanwhile.
+    update_tensors, checksum, sleep, wakeup, profile, log_level, ping, shutdown, compile_grammar, store_blocks, load_blocks``; the arguments of each are
+    documented at its handler in the worker. The last three are answered when they are done, other messages meanwhile.
     """
 
     command_id: int

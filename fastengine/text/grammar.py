@@ -39,11 +39,12 @@ class GrammarError(ValueError):
 class GrammarCompiler:
     """Compiled grammars for one vocabulary; safe to use from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, *, max_remembered: int = MAX_CACHED_GRAMMARS):
         """Builds the vocabulary's trie (about 0.1 s). Raises GrammarError if tokens have no exact bytes."""
         if tokenizer.pieces is None:
             raise GrammarError("structured output needs a tokenizer whose tokens have exact bytes (byte-level or byte-fallback BPE)")
         self._tokenizer = tokenizer
+        self._max_remembered = max_remembered
         vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer))
         self._ll_tokenizer = llguidance.LLTokenizer(vocabulary, n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_token_ids) or None)
         self._compiled: OrderedDict[GrammarSpec, llguidance.LLMatcher] = OrderedDict()
@@ -83,7 +84,7 @@ class GrammarCompiler:
         self._check_first_token(spec, matcher.deep_copy())
         with self._lock:
             self._compiled[spec] = matcher
-            if len(self._compiled) > MAX_CACHED_GRAMMARS:
+            if len(self._compiled) > self._max_remembered:
                 self._compiled.popitem(last=False)
         return matcher
 

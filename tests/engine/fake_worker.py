@@ -201,7 +201,7 @@ class FakeWorker:
         elif command.name in ("store_blocks", "load_blocks"):
             return {"failed": self.transfer(command.name, **command.args)}
         else:
-            assert command.name in ("profile", "log_level"), command.name
+            assert command.name in ("profile", "log_level", "compile_grammar"), command.name
         return {}
 
     def transfer(self, name: str, keys: list[bytes], blocks: list[int], remove: list[bytes] | None = None) -> list[int]:

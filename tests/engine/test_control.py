@@ -11,6 +11,7 @@ from fastengine.protocol.control import (
     GetServerInfo,
     IsPaused,
     Pause,
+    PrepareGrammar,
     Profile,
     Resume,
     SetLogLevel,
@@ -20,6 +21,7 @@ from fastengine.protocol.control import (
     Wakeup,
     WeightsChecksum,
 )
+from fastengine.protocol.requests import GrammarSpec
 from tests.engine.driver import Driver, Received
 from tests.engine.test_steps import assert_right, overlap, prompt
 
@@ -426,9 +428,10 @@ def test_flush_cache_forgets_everything(overlap: bool) -> None:
 def test_tools_reach_every_rank_while_steps_run() -> None:
     driver = Driver(tensor_parallel_size=2)
     received = busy(driver)
-    ids = [driver.control(command) for command in (Profile(action="start"), SetLogLevel(level="INFO"), WeightsChecksum())]
+    grammar = PrepareGrammar(GrammarSpec("regex", "a+"))
+    ids = [driver.control(command) for command in (Profile(action="start"), SetLogLevel(level="INFO"), WeightsChecksum(), grammar)]
     driver.run()
-    assert [code(driver, one) for one in ids] == [200, 200, 200]
+    assert [code(driver, one) for one in ids] == [200, 200, 200, 200]
     for one in received:
         assert_right(one)
 

@@ -111,7 +111,7 @@ class ApiServer:
         client = EngineClient(self.runtime, index)
         server = self.config.server
         manager = RequestManager(client, default_timeout_s=server.request_timeout, reject_while_paused=server.reject_while_paused)
-        self.front = FrontEnd(self.config, client, manager, TextService(load), HttpMetrics(self.runtime, index))
+        self.front = FrontEnd(self.config, client, manager, TextService(load, client.prepare_grammar), HttpMetrics(self.runtime, index))
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._started = threading.Event()

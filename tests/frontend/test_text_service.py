@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from fastengine.frontend.errors import ApiError
-from fastengine.frontend.text_service import LONG_TEXT, MAX_WAITING_GRAMMARS, MAX_WAITING_LONG_TEXTS, TextService
-from fastengine.protocol.requests import GrammarSpec
+from fastengine.frontend.text_service import LONG_TEXT, MAX_WAITING_LONG_TEXTS, TextService
 from tests.frontend.harness import BOS, MAX_MODEL_LEN, ByteTokenizer, model_text
 
 
@@ -36,9 +35,9 @@ def test_prompts_that_wait_are_encoded_as_one_batch():
             gate.wait(5)
             return "first"
 
-        slow = asyncio.create_task(service.encode(first, "special"))
+        slow = asyncio.create_task(service.encode(first, "special", param="prompt"))
         await asyncio.sleep(0)
-        others = [asyncio.create_task(service.encode(f"text {i}", "special")) for i in range(20)]
+        others = [asyncio.create_task(service.encode(f"text {i}", "special", param="prompt")) for i in range(20)]
         await asyncio.sleep(0)
         assert not slow.done()
         gate.set()
@@ -53,10 +52,10 @@ def test_chat_prompts_are_encoded_as_one_batch_with_one_bos_each():
     async def test(service, tokenizer):
         tokenizer.add_bos = True
         gate = threading.Event()
-        slow = asyncio.create_task(service.encode(lambda: gate.wait(5) and "", "plain"))
+        slow = asyncio.create_task(service.encode(lambda: gate.wait(5) and "", "plain", param="prompt"))
         await asyncio.sleep(0)
-        others = [asyncio.create_task(service.encode(lambda i=i: f"chat {i}", "chat")) for i in range(3)]
-        others.append(asyncio.create_task(service.encode("plain", "plain")))
+        others = [asyncio.create_task(service.encode(lambda i=i: f"chat {i}", "chat", param="prompt")) for i in range(3)]
+        others.append(asyncio.create_task(service.encode("plain", "plain", param="prompt")))
         await asyncio.sleep(0)
         gate.set()
         await slow
@@ -67,37 +66,16 @@ def test_chat_prompts_are_encoded_as_one_batch_with_one_bos_each():
     with_service(test)
 
 
-def test_grammars_are_compiled_once_and_bad_ones_refused():
-    async def test(service, tokenizer):
-        good = GrammarSpec("regex", "a+")
-        await asyncio.gather(*(service.check_grammar("guided_regex", good) for _ in range(5)))
-        with pytest.raises(ApiError, match="guided_regex: ") as caught:
-            await service.check_grammar("guided_regex", GrammarSpec("regex", "("))
-        assert (caught.value.status, caught.value.param) == (400, "guided_regex")
-        service.close()
-        await service.check_grammar("guided_regex", good)  # known: needs no thread
-
-    with_service(test)
-
-
-def test_too_many_waiting_grammars_are_refused():
-    async def test(service, tokenizer):
-        outcomes = await asyncio.gather(
-            *(service.check_grammar("guided_regex", GrammarSpec("regex", f"a{i}")) for i in range(MAX_WAITING_GRAMMARS + 1)), return_exceptions=True
-        )
-        assert outcomes[:-1] == [None] * MAX_WAITING_GRAMMARS
-        assert isinstance(outcomes[-1], ApiError)
-        assert outcomes[-1].status == 429
-
-    with_service(test)
-
-
 def test_a_source_that_fails_fails_alone():
     async def test(service, tokenizer):
         def broken() -> str:
             raise ValueError("no")
 
-        tasks = [service.encode("a", "chat"), service.encode(broken, "chat"), service.encode("b", "plain")]
+        tasks = [
+            service.encode("a", "chat", param="prompt"),
+            service.encode(broken, "chat", param="prompt"),
+            service.encode("b", "plain", param="prompt"),
+        ]
         good, bad, other = await asyncio.gather(*tasks, return_exceptions=True)
         assert (good.token_ids, other.token_ids) == ([97], [98])
         assert isinstance(bad, ValueError)
@@ -108,14 +86,14 @@ def test_a_source_that_fails_fails_alone():
 def test_a_cancelled_request_does_not_hold_up_the_next():
     async def test(service, tokenizer):
         gate = threading.Event()
-        held = asyncio.create_task(service.encode(lambda: str(gate.wait(5)), "plain"))
+        held = asyncio.create_task(service.encode(lambda: str(gate.wait(5)), "plain", param="prompt"))
         await asyncio.sleep(0)
-        waiting = asyncio.create_task(service.encode("dropped", "plain"))
+        waiting = asyncio.create_task(service.encode("dropped", "plain", param="prompt"))
         await asyncio.sleep(0)
         held.cancel()
         waiting.cancel()
         gate.set()
-        assert (await service.encode("next", "plain")).text == "next"
+        assert (await service.encode("next", "plain", param="prompt")).text == "next"
         assert len(tokenizer.batches) == 2  # the waiting one was never encoded
 
     with_service(test)
@@ -143,10 +121,10 @@ def test_waiting_has_a_bound(monkeypatch):
 
     async def test(service, tokenizer):
         gate = threading.Event()
-        tasks = [asyncio.create_task(service.encode(lambda: str(gate.wait(5)), "plain")) for _ in range(3)]
+        tasks = [asyncio.create_task(service.encode(lambda: str(gate.wait(5)), "plain", param="prompt")) for _ in range(3)]
         tasks.append(asyncio.create_task(service.render(lambda: str(gate.wait(5)))))
         await asyncio.sleep(0)
-        for refused in (service.encode("x", "plain"), service.render(lambda: "x")):
+        for refused in (service.encode("x", "plain", param="prompt"), service.render(lambda: "x")):
             with pytest.raises(ApiError) as error:
                 await refused
             assert error.value.status == 429
@@ -173,9 +151,9 @@ def test_a_long_text_delays_no_short_one():
 
         tokenizer.encode = slow
         long = "x" * (LONG_TEXT + 1)
-        waiting = [asyncio.create_task(service.encode(source, "plain")) for source in (long, lambda: long)]
+        waiting = [asyncio.create_task(service.encode(source, "plain", param="prompt", must_fit=False)) for source in (long, lambda: long)]
         for i in range(5):
-            assert (await asyncio.wait_for(service.encode(f"short {i}", "plain"), 2)).text == f"short {i}"
+            assert (await asyncio.wait_for(service.encode(f"short {i}", "plain", param="prompt"), 2)).text == f"short {i}"
         assert not any(task.done() for task in waiting)
         gate.set()
         assert [len(encoded.token_ids) for encoded in await asyncio.gather(*waiting)] == [len(long)] * 2
@@ -193,7 +171,7 @@ def test_a_text_that_can_not_fit_is_refused_before_it_is_tokenized():
                 await service.encode(source, "plain", param="prompt")
             assert (caught.value.status, caught.value.param, caught.value.code) == (400, "prompt", "context_length_exceeded")
         assert tokenizer.batches == []
-        assert len((await service.encode(text, "plain")).token_ids) == len(text)  # whoever only counts tokens may
+        assert len((await service.encode(text, "plain", param="prompt", must_fit=False)).token_ids) == len(text)  # whoever only counts tokens may
 
     with_service(test)
 
@@ -203,13 +181,13 @@ def test_long_texts_that_wait_are_bounded():
         gate = threading.Event()
         tokenizer.encode = lambda text, *, add_special_tokens=False: gate.wait(5) and [1]
         long = "x" * (LONG_TEXT + 1)
-        waiting = [asyncio.create_task(service.encode(long, "plain")) for _ in range(MAX_WAITING_LONG_TEXTS)]
+        waiting = [asyncio.create_task(service.encode(long, "plain", param="prompt", must_fit=False)) for _ in range(MAX_WAITING_LONG_TEXTS)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="long prompts are waiting") as caught:
-            await service.encode(long, "plain")
+            await service.encode(long, "plain", param="prompt", must_fit=False)
         assert caught.value.status == 429
         gate.set()
         assert [encoded.token_ids for encoded in await asyncio.gather(*waiting)] == [[1]] * MAX_WAITING_LONG_TEXTS
-        assert (await service.encode(long, "plain")).token_ids == [1]
+        assert (await service.encode(long, "plain", param="prompt", must_fit=False)).token_ids == [1]
 
     with_service(test)

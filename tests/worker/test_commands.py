@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 
 from fastengine.protocol.steps import WorkerCommand, WorkerReply
+from fastengine.text.tokenizer import Tokenizer
 from fastengine.worker.commands import CommandHandlers
 from fastengine.worker.memory import rss_bytes
 from fastengine.worker.model_host import ModelHost
+from tests.frontend.harness import ByteTokenizer
 from tests.worker.conftest import driver_of, loaded_host
 from tests.worker.driver import Request
 from tests.worker.models import NUM_BLOCKS, hf_config, random_weights, write_model, write_safetensors
@@ -201,3 +204,27 @@ def test_bad_arguments(served: Served) -> None:
     assert served.send("init_cache", num_blocks=0).error_code == 400
     assert served.send("load_weights", format="gguf").error_code == 400
     assert served.do("ping")["rss_bytes"] > 0
+
+
+def test_grammars_compile_while_steps_go_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Order of events: a grammar is asked for, steps are computed, then the grammar is there."""
+    gate = threading.Event()
+    loaded: list[str] = []
+
+    def load(*_: object) -> Tokenizer:
+        gate.wait()
+        loaded.append("tokenizer")
+        return ByteTokenizer()
+
+    monkeypatch.setattr("fastengine.worker.model_host.load_tokenizer", load)
+    assert served.handlers.handle(WorkerCommand(command_id=7, name="compile_grammar", args={"kind": "regex", "source": "a+"})) is None
+    assert len(served.answer()) == 8
+    assert served.later.empty()
+    gate.set()
+    compiled = served.later.get(timeout=30)
+    assert (compiled.command_id, compiled.error) == (7, "")
+    served.handlers.handle(WorkerCommand(command_id=8, name="compile_grammar", args={"kind": "regex", "source": "("}))
+    refused = served.later.get(timeout=30)
+    assert (refused.command_id, refused.error_code) == (8, 400)
+    assert "regex" in refused.error
+    assert loaded == ["tokenizer"]

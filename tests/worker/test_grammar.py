@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,12 @@ import pytest
 from fastengine.protocol.requests import GrammarSpec, ReasoningSpec, SamplingParams
 from fastengine.protocol.steps import StepPlan
 from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
-from fastengine.text.grammar import GrammarError
+from fastengine.text.grammar import GrammarCompiler, GrammarError
 from fastengine.text.tokenizer import TokenizerError
 from fastengine.worker.grammar import BackgroundCompiler, SlotGrammars
 from fastengine.worker.model_host import ModelHost
+from tests.frontend.harness import EOS as BYTE_EOS
+from tests.frontend.harness import VOCAB_SIZE, ByteTokenizer
 from tests.worker.conftest import driver_of, loaded_host
 from tests.worker.driver import Driver, Request
 from tests.worker.models import BLOCK_SIZE, NUM_BLOCKS, hf_config, write_model
@@ -229,3 +233,24 @@ def test_ends_that_only_the_tokenizer_knows_never_come(llama_host: ModelHost) ->
     assert grammars.advance(0, 77) is None
     with pytest.raises(GrammarError, match="does not fit"):
         grammars._slots[0].advance(ord("b"))
+
+
+def test_a_compiled_grammar_does_not_wait_for_one_that_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = BackgroundCompiler(ByteTokenizer, (BYTE_EOS,))
+    told: SimpleQueue[str | None] = SimpleQueue()
+    compiler.prepare(grammar("regex", "ab"), told.put)
+    assert told.get(timeout=30) is None
+    gate, check = threading.Event(), GrammarCompiler.check
+
+    def slow_check(self: GrammarCompiler, spec: GrammarSpec) -> None:
+        assert gate.wait(30)
+        check(self, spec)
+
+    monkeypatch.setattr(GrammarCompiler, "check", slow_check)
+    compiler.prepare(grammar("regex", "cd"), told.put)
+    grammars = SlotGrammars(compiler, VOCAB_SIZE)
+    assert grammars.start(0, grammar("regex", "ab"), None, [BYTE_EOS], []) is None
+    assert np.flatnonzero(grammars.masks([0]).allowed[0]).tolist() == [ord("a")]
+    assert told.empty()
+    gate.set()
+    assert told.get(timeout=30) is None

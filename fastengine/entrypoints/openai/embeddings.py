@@ -43,7 +43,7 @@ class EmbeddingsEndpoint:
         request.state.request_id = request_id
         model = check_model(body.model, front.served_names)
         text = await front.text.ready()
-        if front.config.model.load_format == "null":
+        if not text.has_logits:
             raise bad_request("input", "the null model has no hidden states")
         hidden_size = text.spec.hidden_size
         if body.dimensions is not None and body.dimensions > hidden_size:
@@ -66,17 +66,18 @@ class EmbeddingsEndpoint:
             raise bad_request("input", "the input is empty")
         if len(given) > MAX_INPUTS:
             raise bad_request("input", f"has {len(given)} entries; {MAX_INPUTS} are allowed")
+        names = ["input"] if len(given) == 1 else [f"input[{i}]" for i in range(len(given))]
         if all(isinstance(item, str) for item in given):
             kind: PromptKind = "plain" if body.add_special_tokens is False else "special"
-            prompts = [row.token_ids for row in await asyncio.gather(*(self._front.text.encode(item, kind) for item in given))]
+            encoded = await asyncio.gather(*(self._front.text.encode(item, kind, param=names[i]) for i, item in enumerate(given)))
+            prompts = [row.token_ids for row in encoded]
         elif all(isinstance(item, list) for item in given):
             prompts = given
         else:
             raise bad_request("input", "must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
         for i, token_ids in enumerate(prompts):
-            param = "input" if len(prompts) == 1 else f"input[{i}]"
-            check_prompt_ids(param, token_ids, text.spec.vocab_size)
-            check_length(param, len(token_ids), None, text.max_model_len)
+            check_prompt_ids(names[i], token_ids, text.spec.vocab_size)
+            check_length(names[i], len(token_ids), None, text.max_model_len)
         return prompts
 
     async def _vectors(self, request: Request, body: EmbeddingsBody, request_id: str, prompts: list[list[int]]) -> list[Vector]:

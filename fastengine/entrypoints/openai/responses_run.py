@@ -154,7 +154,7 @@ class ResponseRun:
         num_input, num_reasoning = len(self._job.chat.prompts[0].token_ids), 0
         for item in self.response.output:
             if isinstance(item, ReasoningItem):
-                num_reasoning += len((await self._service.encode(item.content[0].text, "plain")).token_ids)
+                num_reasoning += len((await self._service.encode(item.content[0].text, "plain", param="reasoning")).token_ids)
         return ResponsesUsage(
             input_tokens=num_input,
             input_tokens_details=InputTokensDetails(cached_tokens=sequence.num_cached_tokens),

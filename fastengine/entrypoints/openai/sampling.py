@@ -41,6 +41,10 @@ def sampling_params(request: GenerationFields, text: ModelText, *, max_tokens: i
 
 def checked(params: SamplingParams, text: ModelText) -> SamplingParams:
     """``params``, if they can be followed. Raises ApiError 400 naming the request's field."""
+    if not text.has_logits:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None:
+                raise bad_request(name, "the null model has no log-probabilities")
     try:
         check_sampling(params, text.spec.vocab_size)
     except SamplingError as error:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from fastengine.entrypoints import request_body
+from fastengine.entrypoints.event_json import event_json
 from fastengine.entrypoints.openai.endpoint import raise_error
 from fastengine.entrypoints.openai.generation import Prompt, check_length, check_num_sequences, check_prompt_ids, new_request_id
 from fastengine.entrypoints.openai.logprobs import finite
@@ -62,6 +63,7 @@ RENAME = by_root(
         "guided_json": "sampling_params.json_schema",
         "guided_regex": "sampling_params.regex",
         "logit_bias": "sampling_params.logit_bias",
+        "logprobs": "return_logprob",
         "min_tokens": "sampling_params.min_new_tokens",
         "n": "sampling_params.n",
         "stop_token_ids": "sampling_params.stop_token_ids",
@@ -121,7 +123,7 @@ class GenerateEndpoint:
                     reply = output.reply()
                     if is_batch:
                         reply.index = output.text.index
-                    events.append(b"data: " + msgspec.json.encode(reply) + b"\n\n")
+                    events.append(b"data: " + event_json(reply) + b"\n\n")
                 if stream.finished:
                     events.append(DONE_EVENT)
                 if events:
@@ -173,7 +175,8 @@ class GenerateEndpoint:
         texts = [body.text] if isinstance(body.text, str) else body.text
         if not texts or "" in texts:
             raise bad_request("text", "the prompt is empty")
-        encoded = await asyncio.gather(*(self._front.text.encode(item, "special") for item in texts))
+        names = ["text"] if len(texts) == 1 else [f"text[{i}]" for i in range(len(texts))]
+        encoded = await asyncio.gather(*(self._front.text.encode(item, "special", param=names[i]) for i, item in enumerate(texts)))
         return "text", [Prompt(row.token_ids, row.text) for row in encoded], isinstance(body.text, list)
 
     async def _sampling(self, fields: SamplingFields, text: ModelText, max_tokens: int, logprobs: int | None) -> SamplingParams:

@@ -19,7 +19,6 @@ from fastengine.entrypoints.openai.request_types import (
 )
 
 Temperature = Annotated[float, Meta(ge=0)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=INT32)]
 LogprobStart = Annotated[int, Meta(ge=-1, le=INT32)]
 
@@ -34,7 +33,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="No end of sequence or stop token before this many tokens.")
     ] = None
     temperature: Annotated[Temperature | None, Meta(description="0 means greedy. Default 1.")] = None
-    top_p: TopP | None = None
+    top_p: Probability | None = None
     top_k: Annotated[TopK | None, Meta(description="-1 and 0 mean off.")] = None
     min_p: Probability | None = None
     frequency_penalty: Penalty | None = None
