@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from fastengine.protocol.tokens import unpack_token_ids
+from tests.frontend.harness import model_text
 
 HIDDEN = 8
 
@@ -107,7 +109,27 @@ def test_a_model_without_hidden_states_is_an_error(api, monkeypatch):
         api.sdk.embeddings.create(model="tiny", input="a")
 
 
-def test_the_null_model_says_so(start_server):
-    reply = start_server(load_format="null").http.post("/v1/embeddings", json={"input": "a"})
+@pytest.fixture(scope="module")
+def null_server(shared_servers):
+    def load():
+        return replace(model_text(), has_logits=False)
+
+    return shared_servers(load=load)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": "a"}, "input"),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}, "text_2"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True}, "logprobs"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 0}, "logprobs"),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 2}, "prompt_logprobs"),
+        ("/generate", {"text": "a", "return_logprob": True}, "return_logprob"),
+    ],
+)
+def test_the_null_model_says_so(null_server, path, body, param):
+    reply = null_server.http.post(path, json=body)
     assert reply.status_code == 400
     assert "null model" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] == param

@@ -100,7 +100,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT32)] | None = None
     min_p: Probability | None = None
     metadata: Annotated[dict[str, Any] | None, Meta(description="The caller's own notes; have no effect.")] = None

@@ -65,7 +65,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     top_logprobs: TopCount | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Probability | None = None
     truncation: Annotated[Literal["disabled"] | None, Meta(description="A conversation that is too long is refused.")] = None
     user: Annotated[str | None, Meta(description="The caller's name for its end user; has no effect.")] = None
     safety_identifier: Annotated[str | None, Meta(description="As user.")] = None
