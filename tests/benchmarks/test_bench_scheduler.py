@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from bench_scheduler import Load, measure, row
+from bench_scheduler import Load, measure, row, vllm_times
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -25,3 +25,14 @@ def test_a_row_shows_the_median_and_the_best_run() -> None:
     load = Load(running=32, context=128, steps=2, block_size=16, overlap=True, clients=1)
     shown = row("x", load, lambda _: runs.pop(), 3).split()
     assert shown[:6] == ["x", "32", "128", "20.0", "10.0", "30"]
+
+
+def test_vllms_scheduler_is_asked_in_its_own_environment(tmp_path: Path) -> None:
+    load = Load(running=4, context=20, steps=2, block_size=16, overlap=True, clients=1)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "loading $3"\necho \'{"version": "1", "times_us": [1.5, 2.5]}\'\n')
+    python.chmod(0o755)
+    assert vllm_times(python, load) == [1.5, 2.5]
+    python.write_text("#!/bin/sh\necho 'no module named vllm' >&2\nexit 1\n")
+    with pytest.raises(RuntimeError, match="no module named vllm"):
+        vllm_times(python, load)
