@@ -11,6 +11,7 @@ slow; one warning at import). ``compiled_ops()`` says which. The first tensor's 
   bit-identical alone and in any batch.
 - A wrong shape, dtype or index raises ValueError whose text starts with the argument's name.
 - Tensors are not differentiated: call under ``paddle.no_grad()``.
+- Keyword-only arguments are the CUDA operators' own (see cuda/ops.py): elsewhere they raise ValueError.
 """
 
 from __future__ import annotations
@@ -49,28 +50,42 @@ def _choose_backend() -> tuple[ModuleType, _library.Library | None]:
     return compiled, loaded
 
 
-def _choose_gpu_backend() -> ModuleType | None:
-    """What tensors on a GPU run; None where this Paddle has none of them."""
-    if not _paddle.is_compiled_with_cuda():
-        return None
+def _choose_gpu_backend() -> tuple[ModuleType | None, str]:
+    """What tensors on a GPU run (None where this Paddle has none of them), and why it is not the compiled operators."""
     from fastengine.custom_ops.cuda import library as cuda_library
 
     try:
         cuda_library.load()
     except _library.LibraryUnavailable as error:
+        if not _paddle.is_compiled_with_cuda():
+            return None, str(error)
         warnings.warn(f"fastengine runs on its slow reference operators on the GPU: {error}", RuntimeWarning, stacklevel=3)
-        return _reference
+        return _reference, str(error)
     from fastengine.custom_ops.cuda import ops
 
-    return ops
+    return ops, ""
 
 
 _backend, _loaded = _choose_backend()
-_gpu_backend = _choose_gpu_backend()
+_gpu_backend, _no_cuda_reason = _choose_gpu_backend()
 
 
 def _backend_of(tensor: Tensor) -> ModuleType:
     return _backend if _gpu_backend is None or not tensor.place.is_gpu_place() else _gpu_backend
+
+
+def _cuda_options(backend: ModuleType, **options: object) -> dict[str, object]:
+    """Those that were given. Raises ValueError where the backend does not know them."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and backend in (_backend, _reference):
+        raise ValueError(f"{next(iter(given))}: only the compiled CUDA operators take it")
+    return given
+
+
+def require_cuda() -> None:
+    """Raises LibraryUnavailable, saying why, unless tensors on a GPU run the compiled CUDA operators."""
+    if _no_cuda_reason:
+        raise _library.LibraryUnavailable(_no_cuda_reason)
 
 
 def compiled_ops() -> dict[str, str]:
@@ -149,15 +164,19 @@ def rotary_write_kv_packed(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     epsilon: float = 1e-6,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """rotary_write_kv on the packed projection output; returns the rotated query [T, Hq, D].
 
     qkv float32 [T, Hq * D + Hkv * D + Hkv * Dv], unchanged; D and Dv are the caches'. With q_norm / k_norm
     (float32 [D]) each head of query / key goes through RMSNorm first. The rest as in rotary_write_kv.
     """
-    return _backend_of(qkv).rotary_write_kv_packed(
-        qkv, num_heads, num_kv_heads, positions, cos_sin, slot_mapping, key_cache, value_cache, interleaved, q_norm, k_norm, epsilon
-    )
+    backend = _backend_of(qkv)
+    options = _cuda_options(backend, key_scale=key_scale, value_scale=value_scale)
+    caches = (slot_mapping, key_cache, value_cache)
+    return backend.rotary_write_kv_packed(qkv, num_heads, num_kv_heads, positions, cos_sin, *caches, interleaved, q_norm, k_norm, epsilon, **options)
 
 
 def paged_attention(
@@ -169,6 +188,12 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     sliding_window: int = 0,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    plan: Tensor | None = None,
+    max_query_tokens: int | None = None,
 ) -> Tensor:
     """Causal attention of a ragged batch over the paged cache; returns float32 [T, Hq, Dv].
 
@@ -180,7 +205,10 @@ def paged_attention(
     the last w only. Scores are query . key * scale. Prefill chunks and decodes mix freely; a sequence may be
     empty. Decode: flash-decoding in pieces of fixed length; prefill: FlashAttention-2.
     """
-    return _backend_of(query).paged_attention(query, key_cache, value_cache, block_tables, query_starts, context_lens, scale, sliding_window)
+    backend = _backend_of(query)
+    options = _cuda_options(backend, key_scale=key_scale, value_scale=value_scale, sinks=sinks, plan=plan, max_query_tokens=max_query_tokens)
+    batch = (block_tables, query_starts, context_lens)
+    return backend.paged_attention(query, key_cache, value_cache, *batch, scale, sliding_window, **options)
 
 
 def argmax(logits: Tensor) -> Tensor:

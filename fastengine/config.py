@@ -112,8 +112,8 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = flag(None, "Number of KV blocks on the device (the CPU too); default: measured by the workers.")
     gpu_memory_utilization: float = flag(0.9, "Share of the device's memory that weights and KV may take together.")
     kv_cache_memory_gib: float | None = flag(None, "KV pool size per rank in GiB; CPU default: a quarter of free memory, at most 4.")
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = flag(
-        "auto", "Element type of the KV cache; auto: int8 with quantized weights on a CPU, else the compute type."
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = flag(
+        "auto", "Element type of the KV cache; auto: int8 with quantized weights on a CPU, else the compute type; fp8 (e4m3) on GPUs."
     )
     enable_prefix_caching: bool = flag(True, "Reuse KV blocks of equal prefixes.")
     swap_space: float = flag(0.0, "Host memory in GiB that keeps evicted KV blocks; 0: none.")
@@ -144,6 +144,9 @@ class SchedulerConfig:
 
     max_num_seqs: int = flag(64, "Most sequences in one step.")
     max_num_batched_tokens: int | None = flag(None, "Token budget of one step; default: 512 on a CPU, 2048 on a GPU, --max-num-seqs if that is more.")
+    max_capture_batch_size: int | None = flag(
+        None, "Most sequences of a decode step that is captured as a CUDA graph (on GPUs); 0: none; default: --max-num-seqs, at most 512."
+    )
     max_num_partial_prefills: int = flag(4, "Most prompts that are prefilled in chunks at the same time.")
     long_prefill_token_threshold: int = flag(1024, "Longest piece of one prompt in a step while others wait; 0: no limit.")
     scheduling_policy: Literal["fcfs", "priority"] = flag("fcfs", "Order of waiting requests.")
@@ -162,6 +165,7 @@ class SchedulerConfig:
             "max_queued_tokens",
             "max_waiting_time",
         )
+        require((self.max_capture_batch_size or 0) >= 0, "max_capture_batch_size", "must not be negative")
         require(self.long_prefill_token_threshold >= 0, "long_prefill_token_threshold", "must not be negative")
         require(
             self.max_num_batched_tokens is None or self.max_num_batched_tokens >= self.max_num_seqs,

@@ -11,6 +11,7 @@ What lies where inside a block is up to the operators that read it; blocks are c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,11 +39,16 @@ class KVShape:
         """Keys and values of all layers, with their scales."""
         vectors = 2 * self.num_layers * self.num_kv_heads * self.block_size
         scale_bytes = BYTES_PER_ELEMENT["float32"] if self.has_scales else 0
-        return vectors * (self.head_dim * BYTES_PER_ELEMENT[self.dtype] + scale_bytes)
+        return vectors * (self.head_dim * BYTES_PER_ELEMENT[self.stored_dtype] + scale_bytes)
 
     @property
     def has_scales(self) -> bool:
         return self.dtype == "int8"
+
+    @property
+    def stored_dtype(self) -> str:
+        """What memory knows the elements as: fp8 (e4m3) are bytes there."""
+        return "uint8" if self.dtype == "fp8" else self.dtype
 
     def pool(self, num_blocks: int) -> tuple[int, int, int, int]:
         return (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
@@ -58,7 +64,15 @@ class LayerCache:
     def of(cls, shape: KVShape, num_blocks: int, device: str) -> LayerCache:
         pool = shape.pool(num_blocks)
         scales = (Storage(pool[:3], "float32", device), Storage(pool[:3], "float32", device)) if shape.has_scales else ()
-        return cls(Storage(pool, shape.dtype, device), Storage(pool, shape.dtype, device), scales)
+        return cls(Storage(pool, shape.stored_dtype, device), Storage(pool, shape.stored_dtype, device), scales)
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[2]
+
+    def scale_tensors(self) -> dict[str, paddle.Tensor]:
+        """The scales as the operators' arguments; none where the cache has none."""
+        return dict(zip(("key_scale", "value_scale"), (scale.tensor for scale in self.scales), strict=False))
 
     def storages(self) -> tuple[Storage, ...]:
         return (self.key, self.value, *self.scales)
@@ -113,20 +127,19 @@ def _copy_blocks(source: LayerCache, source_ids: np.ndarray, target: LayerCache,
         write.copy_rows_from(read, source_ids, target_ids)
 
 
-def blocks_that_fit(config: CacheConfig, shape: KVShape, device: str, num_ranks: int, most_useful: int) -> int:
+def blocks_that_fit(config: CacheConfig, shape: KVShape, gpu_budget: Callable[[], int] | None, num_ranks: int, most_useful: int) -> int:
     """Number of blocks by this rank's own measure, at most ``most_useful``.
 
     On a CPU the ranks share the host, so each takes its part of a quarter of the free memory (at most
-    4 GiB together); on a GPU what ``gpu_memory_utilization`` leaves beside what this process holds. ``kv_cache_memory_gib`` (per rank)
-    overrides both.
+    4 GiB together); on a GPU each has one of its own, and ``gpu_budget`` measures the bytes to be had there.
+    ``kv_cache_memory_gib`` (per rank) overrides both.
     """
     if shape.bytes_per_block == 0:
         return most_useful
     if config.kv_cache_memory_gib is not None:
         budget = int(config.kv_cache_memory_gib * (1 << 30))
-    elif device == "gpu":
-        total = paddle.device.cuda.get_device_properties().total_memory
-        budget = int(total * config.gpu_memory_utilization) - paddle.device.cuda.memory_reserved()
+    elif gpu_budget is not None:
+        budget = gpu_budget()
     else:
         budget = int(min(free_host_bytes() * CPU_SHARE_OF_FREE_MEMORY, CPU_MAX_BYTES)) // num_ranks
     return max(0, min(budget // shape.bytes_per_block, most_useful))

@@ -109,8 +109,9 @@ class Storage:
             return
         assert self.tensor is not None, "copy to dropped storage"
         assert source.tensor is not None, "copy from dropped storage"
-        rows = paddle.index_select(source.tensor, paddle.to_tensor(source_ids, place=source.tensor.place), axis=0)
-        paddle.scatter_(self.tensor, paddle.to_tensor(ids, place=self.tensor.place), rows.to(self.tensor.place))
+        read, write = _as_words(source.tensor), _as_words(self.tensor)
+        rows = paddle.index_select(read, paddle.to_tensor(source_ids, place=read.place), axis=0)
+        paddle.scatter_(write, paddle.to_tensor(ids, place=write.place), rows.to(write.place))
 
     def save(self, fd: int) -> None:
         """Append the raw bytes to an open file."""
@@ -129,6 +130,11 @@ class Storage:
             same_width = {"float32": "float32", "bfloat16": "int16", "float16": "float16"}[self.dtype]
             self.tensor[...] = paddle.to_tensor(raw.view(NUMPY_DTYPES[self.dtype]), dtype=same_width).view(self.dtype)
         return offset + self.nbytes
+
+
+def _as_words(tensor: paddle.Tensor) -> paddle.Tensor:
+    """The same memory as a type that Paddle's gathers know: they lack the 8-bit ones."""
+    return tensor.view("int32") if tensor.dtype in (paddle.int8, paddle.uint8) else tensor
 
 
 def full_index(shape: tuple[int, ...]) -> Index:

@@ -16,6 +16,9 @@ from fastengine.protocol.requests import GrammarSpec
 from fastengine.protocol.steps import StepPlan, StepResult
 from fastengine.text.load import load_tokenizer
 from fastengine.worker.batch import PersistentBatch
+from fastengine.worker.cuda_memory import StepLimits
+from fastengine.worker.cuda_model import GpuModel
+from fastengine.worker.cuda_runtime import CudaRuntime
 from fastengine.worker.fused_executor import FusedExecutor
 from fastengine.worker.fused_weights import FusedWeights
 from fastengine.worker.grammar import BackgroundCompiler, SlotGrammars
@@ -43,17 +46,18 @@ MAX_LOADING_THREADS = 4
 class ModelHost:
     """Built once per process: ``load`` first, then ``init_cache``, then steps."""
 
-    def __init__(self, config: EngineConfig, tp: TensorParallel, num_threads: int):
+    def __init__(self, config: EngineConfig, tp: TensorParallel, num_threads: int, cuda: CudaRuntime | None = None):
+        """``cuda`` stands in for Paddle's own, in tests without a GPU. Raises ValueError for what the device can't do."""
         self.config = config
         self.tp = tp
         self._num_threads = num_threads
-        self.device = select_device(config.model.device)
+        self.device = "gpu" if cuda is not None else select_device(config.model.device)
         self.spec = model_spec(config.model.model)
         self.place = Place(compute_dtype(config.model.dtype, self.device, self.spec.torch_dtype), self.device)
         self.max_model_len = config.model.max_model_len or self.spec.max_position_embeddings
         self.is_null = config.model.load_format == "null"
         self.compute_plan = plan_compute(config, self.spec, self.device, tp.size)
-        self._kv_dtype = kv_dtype(config, self.compute_plan, self.place.dtype)
+        self._kv_dtype = kv_dtype(config, self.compute_plan, self.device, self.place.dtype)
         # The model in plain layers; None if it is computed by the fused step, or not at all.
         self.model: LlamaForCausalLM | None = None
         self.weights: ModelWeights | FusedWeights
@@ -67,6 +71,11 @@ class ModelHost:
         self.cache: KVCache | None = None
         self.batch: PersistentBatch | None = None
         self._runner: ModelRunner | None = None
+        self._gpu: GpuModel | None = None
+        if self.device == "gpu" and self.model is not None:
+            self._gpu = GpuModel(self.model, config.scheduler, self._limits(), self.place.dtype, cuda or CudaRuntime.of_paddle())
+        elif self.device == "cpu" and config.scheduler.max_capture_batch_size is not None:
+            raise ValueError("--max-capture-batch-size: there are no CUDA graphs on a CPU")
         self._compiler = BackgroundCompiler(lambda: load_tokenizer(config.model, self.spec), self.spec.eos_token_ids)
 
     def load(self, progress: Callable[[float], None]) -> float:
@@ -106,11 +115,14 @@ class ModelHost:
     def num_blocks_that_fit(self) -> int:
         blocks_per_sequence = -(-self.max_model_len // self.config.cache.block_size)
         most_useful = MOST_FULL_BATCHES * self.config.scheduler.max_num_seqs * blocks_per_sequence
-        return blocks_that_fit(self.config.cache, self.kv_shape(), self.device, self.tp.size, most_useful)
+        cache, shape, gpu = self.config.cache, self.kv_shape(), self._gpu
+        gpu_budget = None if gpu is None else lambda: gpu.kv_budget(shape, cache.gpu_memory_utilization)
+        return blocks_that_fit(cache, shape, gpu_budget, self.tp.size, most_useful)
 
     def init_cache(self, num_blocks: int, num_host_blocks: int) -> None:
         """Take the KV memory and start with an empty batch; a second call replaces both."""
         self._runner = None
+        self.release_graphs()
         if self.cache is not None:
             self.cache.drop()
         self.batch = PersistentBatch(
@@ -131,6 +143,16 @@ class ModelHost:
         else:
             self._compiler.prepare(grammar, done)
 
+    def release_graphs(self) -> None:
+        """Before weights or KV memory go away or move."""
+        if self._gpu is not None:
+            self._gpu.release_graphs()
+
+    def capture_graphs(self) -> None:
+        """When weights and KV memory are where they will stay."""
+        if self._gpu is not None:
+            self._gpu.capture_graphs()
+
     def step(self, plan: StepPlan) -> StepResult:
         if self._runner is None:
             raise RuntimeError(f"step {plan.step_id} came before init_cache")
@@ -142,13 +164,18 @@ class ModelHost:
             return FusedExecutor(self.weights.model, cache, batch, table, sampler)
         if self.model is None:
             return NullExecutor(self.config.model.null_step_time)
-        return ModelExecutor(self.model, cache, batch, table, sampler)
+        steps = None if self._gpu is None else self._gpu.steps(cache, batch)
+        return ModelExecutor(self.model, cache, batch, table, sampler, steps)
 
     def _packed_cache(self) -> PackedCache | None:
         model = self.config.model
         if not model.packed_cache or model.load_format == "dummy":
             return None
         return PackedCache(Path(model.packed_cache_dir).expanduser(), int(model.packed_cache_gib * 2**30), self._num_threads)
+
+    def _limits(self) -> StepLimits:
+        scheduler = self.config.scheduler
+        return StepLimits(scheduler.max_num_seqs, scheduler.token_budget, self.max_model_len, self.config.cache.block_size)
 
     def _checkpoint(self) -> Checkpoint:
         load_format = self.config.model.load_format

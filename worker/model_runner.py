@@ -8,6 +8,7 @@ measured.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,10 +67,19 @@ class NullExecutor:
 class ModelExecutor:
     """Forward pass over the paged cache, logits of the rows that need them, sampling."""
 
-    def __init__(self, model: LlamaForCausalLM, cache: KVCache, batch: PersistentBatch, table: SamplingTable, sampler: Sampler):
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        cache: KVCache,
+        batch: PersistentBatch,
+        table: SamplingTable,
+        sampler: Sampler,
+        forward: Callable[[StepRows], paddle.Tensor] | None = None,
+    ):
+        """``forward`` gives the hidden states ``[T, hidden]`` of a step's rows; None: by the model, operator after operator."""
         self._model = model
         self._cache = cache
-        self._batch = batch
+        self._forward = forward or (lambda rows: model.forward(batch.inputs(rows), cache))
         self._table = table
         self._sampler = sampler
         self._pooler = Pooler(batch, table)
@@ -77,7 +87,7 @@ class ModelExecutor:
 
     def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
         started = time.perf_counter_ns()
-        hidden = self._model.forward(self._batch.inputs(rows), self._cache)
+        hidden = self._forward(rows)
         prompt_logprobs = self._prompt_logprobs.collect(hidden, rows)
         embeddings = self._pooler.pool(hidden, rows)
         if sampling.size == 0:
@@ -86,7 +96,7 @@ class ModelExecutor:
         if last_tokens.size != hidden.shape[0]:
             hidden = paddle.index_select(hidden, paddle.to_tensor(last_tokens))
         logits = self._model.logits(hidden)
-        finite = np.isfinite(hidden.sum(axis=-1).numpy())  # waits for the forward pass
+        finite = np.isfinite(paddle.sum(hidden, axis=-1, dtype="float32").numpy())  # waits for the forward pass
         sampled = time.perf_counter_ns()
         slots = rows.slots[sampling]
         drawn = self._sampler.sample(logits, slots)

@@ -1,28 +1,37 @@
-"""The tensor-parallel group: one process per rank, joined by paddle.distributed (gloo on a CPU)."""
+"""The tensor-parallel group: one process per rank, joined by paddle.distributed: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
 import paddle
 
+BACKENDS = {"cpu": "gloo", "gpu": "nccl"}
+
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Rank and size of the group, and the three collectives the engine needs."""
+    """Rank and size of the group, and the three collectives the engine needs.
+
+    ``on_stream``: they run in order with the computation, on its stream; so they can be captured in a CUDA graph.
+    """
 
     rank: int = 0
     size: int = 1
+    on_stream: bool = False
 
     @classmethod
-    def join(cls, rank: int, size: int) -> TensorParallel:
-        """Join the group that paddle.distributed.launch has set up; a group of one needs no set-up."""
+    def join(cls, rank: int, size: int, device: str) -> TensorParallel:
+        """Join the group that paddle.distributed.launch has set up, on ``device``; a group of one needs no set-up."""
         if size > 1:
             import paddle.distributed as dist
 
+            # What Paddle would choose by itself follows from how it was compiled, not from the device.
+            os.environ["PADDLE_DISTRI_BACKEND"] = BACKENDS[device]
             dist.init_parallel_env()
-        return cls(rank, size)
+        return cls(rank, size, on_stream=device == "gpu")
 
     def share(self, total: int, what: str) -> int:
         """``total`` divided among the ranks; ValueError naming ``what`` if that leaves a remainder."""
@@ -35,7 +44,7 @@ class TensorParallel:
         if self.size > 1:
             import paddle.distributed as dist
 
-            dist.all_reduce(tensor)
+            dist.stream.all_reduce(tensor, use_calc_stream=self.on_stream)
         return tensor
 
     def all_gather_last(self, tensor: paddle.Tensor) -> paddle.Tensor:
@@ -45,7 +54,7 @@ class TensorParallel:
         import paddle.distributed as dist
 
         parts: list[paddle.Tensor] = []
-        dist.all_gather(parts, tensor)
+        dist.stream.all_gather(parts, tensor, use_calc_stream=self.on_stream)
         return paddle.concat(parts, axis=-1)
 
     def sum_uint64(self, value: int) -> int:

@@ -18,6 +18,7 @@ LAYOUTS = {"wint8": Layout.INT8, "wint4": Layout.INT4}
 NOT_QUANTIZED = frozenset({"F32", "F16", "BF16"})
 # What the 4-bit layout holds exactly; embedding and LM head are computed with in eight bits beside it.
 EXACT_IN_FOUR_BITS = frozenset({"Q4_0", "Q4_1"})
+FUSED_KV_DTYPES = ("float32", "bfloat16", "int8")
 TABLES = ("token_embd.weight", "output.weight")
 
 
@@ -45,14 +46,25 @@ def plan_compute(config: EngineConfig, spec: ModelSpec, device: str, num_ranks: 
     return ComputePlan(None, "plain layers, as asked for" if wanted == "none" else "plain layers: the weights are not quantized")
 
 
-def kv_dtype(config: EngineConfig, plan: ComputePlan, compute_dtype: str) -> str:
+def kv_dtype(config: EngineConfig, plan: ComputePlan, device: str, compute_dtype: str) -> str:
     """The KV cache's element type. Raises ValueError for one that the chosen way can't compute with."""
     wanted = config.cache.kv_cache_dtype
     if plan.packing is None:
-        if wanted == "int8":
-            raise ValueError(f"--kv-cache-dtype int8 needs the fused CPU step ({plan.reason}); use float32 or bfloat16")
-        return compute_dtype if wanted == "auto" else wanted
+        return _plain_kv_dtype(wanted, plan, device, compute_dtype)
+    if wanted not in ("auto", *FUSED_KV_DTYPES):
+        raise ValueError(f"--kv-cache-dtype {wanted}: the fused CPU step has {', '.join(FUSED_KV_DTYPES)}")
     return "int8" if wanted == "auto" else wanted
+
+
+def _plain_kv_dtype(wanted: str, plan: ComputePlan, device: str, compute_dtype: str) -> str:
+    known = (compute_dtype, "int8", "fp8") if device == "gpu" else ("float32", "bfloat16")
+    if wanted == "auto":
+        return compute_dtype
+    if wanted in known:
+        return wanted
+    if device == "cpu" and wanted == "int8":
+        raise ValueError(f"--kv-cache-dtype int8 needs the fused CPU step ({plan.reason}); use float32 or bfloat16")
+    raise ValueError(f"--kv-cache-dtype {wanted}: with {compute_dtype} on a {device.upper()} there are {', '.join(known)}")
 
 
 def fused_library() -> ctypes.CDLL:

@@ -19,6 +19,7 @@ import numpy as np
 import paddle
 
 from fastengine import custom_ops
+from fastengine.custom_ops.cuda.ops import apply_bitmask
 from fastengine.protocol.outputs import TopLogprobs
 from fastengine.protocol.steps import SlotLogprobs
 from fastengine.worker.batch import PersistentBatch
@@ -186,9 +187,14 @@ def forbid(logits: paddle.Tensor, rows: list[int], allowed: np.ndarray) -> paddl
         for row, mask in zip(rows, allowed, strict=True):
             np.copyto(values[row], FORBIDDEN, where=~mask)
         return logits
-    everywhere = np.ones(logits.shape, dtype=bool)
-    everywhere[rows] = allowed
-    return paddle.where(paddle.to_tensor(everywhere), logits, paddle.full([], FORBIDDEN))
+    apply_bitmask(logits, paddle.to_tensor(bitmask(allowed)), paddle.to_tensor(np.array(rows, np.int32)))
+    return logits
+
+
+def bitmask(allowed: np.ndarray) -> np.ndarray:
+    """bool ``[n, vocab]`` as int32 ``[n, ceil(vocab / 32)]``: bit v % 32 of word v // 32."""
+    packed = np.packbits(allowed, axis=1, bitorder="little")
+    return np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).view("<i4")
 
 
 def _tensor(values: np.ndarray) -> paddle.Tensor:

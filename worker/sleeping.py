@@ -43,8 +43,10 @@ class Sleeper:
         for tag in _known(tags) - self._asleep:
             if tag == WEIGHT:
                 self._spill_weights()
+                self._host.release_graphs()
                 self._host.weights.drop()
             elif self._host.cache is not None:
+                self._host.release_graphs()
                 self._host.cache.drop()
             self._asleep.add(tag)
         return_free_memory()
@@ -59,6 +61,8 @@ class Sleeper:
             elif self._host.cache is not None:
                 self._host.cache.allocate()
             self._asleep.discard(tag)
+        if not self._asleep:
+            self._host.capture_graphs()
         return {"rss_bytes": rss_bytes(), "asleep": sorted(self._asleep)}
 
     def require_awake(self, *tags: str) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import paddle
 
+from fastengine.worker.cuda_plans import AttentionPlans
+
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -26,3 +28,4 @@ class StepInputs:
     query_starts: paddle.Tensor  # int32[S + 1]
     context_lens: paddle.Tensor  # int32[S]
     block_tables: paddle.Tensor  # int32[S, M]
+    plans: AttentionPlans | None = None  # on a GPU

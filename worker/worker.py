@@ -16,7 +16,7 @@ from fastengine.ipc.worker_link import WorkerEnd
 from fastengine.protocol.steps import FromWorker, StepPlan, ToWorker, WorkerReady
 from fastengine.worker.commands import CommandHandlers
 from fastengine.worker.failure import FAILURE_EXIT_CODE, Phase, report_failure
-from fastengine.worker.model_host import ModelHost
+from fastengine.worker.model_host import ModelHost, select_device
 from fastengine.worker.parallel import TensorParallel
 
 
@@ -94,7 +94,8 @@ def run_worker(config: EngineConfig, link: WorkerEnd, *, rank: int, num_ranks: i
     try:
         paddle.set_grad_enabled(False)
         custom_ops.set_num_threads(num_threads)
-        worker = Worker(ModelHost(config, TensorParallel.join(rank, num_ranks), num_threads), link)
+        tp = TensorParallel.join(rank, num_ranks, select_device(config.model.device))
+        worker = Worker(ModelHost(config, tp, num_threads), link)
         worker.load()
         worker.run()
     except Exception as error:  # noqa: BLE001 - the last stop: reported to the engine, then the process ends

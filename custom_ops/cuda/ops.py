@@ -21,6 +21,9 @@ from paddle import Tensor
 
 from fastengine.custom_ops.compiled import _require_contiguous, _run
 
+# Of paged_attention, whatever the number of query rows.
+HEAD_SIZES = (64, 96, 128, 192, 256)
+
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return _run("fastengine_cuda_rms_norm", x, weight, epsilon)[0]

@@ -76,10 +76,18 @@ def check_device(config: EngineConfig) -> None:
         raise ConfigError("device", f"the installed Paddle is built without CUDA; install {GPU_PACKAGE} or use --device cpu")
     if runs_on_cpu(config) and config.model.dtype not in ("auto", "float32"):
         raise ConfigError("dtype", f"Paddle has no {config.model.dtype} matrix product on a CPU; use float32")
+    if runs_on_cpu(config) and config.scheduler.max_capture_batch_size is not None:
+        raise ConfigError("max_capture_batch_size", "there are no CUDA graphs on a CPU")
+    if runs_on_gpu(config) and config.model.dtype == "float32":
+        raise ConfigError("dtype", "the CUDA operators compute in bfloat16 or float16")
 
 
 def runs_on_cpu(config: EngineConfig) -> bool:
     return config.model.device == "cpu" or (config.model.device == "auto" and paddle_package() == CPU_PACKAGE)
+
+
+def runs_on_gpu(config: EngineConfig) -> bool:
+    return config.model.device == "gpu" or (config.model.device == "auto" and paddle_package() == GPU_PACKAGE)
 
 
 def with_device_defaults(config: EngineConfig) -> EngineConfig:

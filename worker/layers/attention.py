@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import paddle
 
@@ -68,7 +69,10 @@ class Attention:
         self.k_norm = RMSNorm(dim, self.eps, place, tp) if spec.qk_norm else None
 
     def __call__(self, hidden: paddle.Tensor, inputs: StepInputs, cache: LayerCache) -> paddle.Tensor:
-        key_cache, value_cache = cache.key.tensor, cache.value.tensor
+        key_cache, value_cache, scales = cache.key.tensor, cache.value.tensor, cache.scale_tensors()
+        options: dict[str, Any] = {}
+        if inputs.plans is not None:
+            options = inputs.plans.options(inputs, self.num_heads, self.num_kv_heads, cache.block_size, self.sliding_window)
         query = custom_ops.rotary_write_kv_packed(
             self.qkv(hidden),
             self.num_heads,
@@ -82,6 +86,7 @@ class Attention:
             q_norm=None if self.q_norm is None else self.q_norm.weight.tensor,
             k_norm=None if self.k_norm is None else self.k_norm.weight.tensor,
             epsilon=self.eps,
+            **scales,
         )
         mixed = custom_ops.paged_attention(
             query,
@@ -92,6 +97,8 @@ class Attention:
             inputs.context_lens,
             self.scale,
             sliding_window=self.sliding_window,
+            **scales,
+            **options,
         )
         return self.output(mixed.flatten(1))
 

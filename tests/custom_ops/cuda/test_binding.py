@@ -185,10 +185,32 @@ def test_wrong_arguments_are_named(rng: np.random.Generator) -> None:
 
 def test_every_operator_takes_the_same_arguments_on_the_gpu() -> None:
     for name in custom_ops.OPERATORS:
-        common = list(inspect.signature(getattr(custom_ops, name)).parameters.values())
+        parameters = list(inspect.signature(getattr(custom_ops, name)).parameters.values())
+        common = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
         mine = list(inspect.signature(getattr(ops, name)).parameters.values())
         assert mine[: len(common)] == common, name
         assert all(p.default is not inspect.Parameter.empty for p in mine[len(common) :]), name
+        assert {p.name for p in parameters[len(common) :]} <= {p.name for p in mine[len(common) :]}, name
+
+
+def test_what_only_the_gpu_knows_is_refused_elsewhere(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, cache = tensor(rng.normal(size=(1, 2, 16))), tensor(rng.normal(size=(1, 2, 16, 16)))
+    batch = (tensor([[0]], "int32"), tensor([0, 1], "int32"), tensor([1], "int32"))
+    with pytest.raises(ValueError, match=r"^max_query_tokens: only the compiled CUDA operators take it"):
+        custom_ops.paged_attention(query, cache, cache, *batch, 0.25, max_query_tokens=1)
+    monkeypatch.setattr(custom_ops, "_backend_of", lambda tensor: ops)
+    halves = (query.astype("bfloat16"), cache.astype("bfloat16"), cache.astype("bfloat16"))
+    sinks = tensor([1e4, 1e4])
+    out = custom_ops.paged_attention(*halves, *batch, 0.25, sinks=sinks, max_query_tokens=1)
+    assert not out.astype("float32").any()  # the sinks take all the weight
+
+
+def test_what_keeps_the_cuda_operators_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom_ops, "_no_cuda_reason", "libfastengine_cuda.so was not built")
+    with pytest.raises(LibraryUnavailable, match="was not built"):
+        custom_ops.require_cuda()
+    monkeypatch.setattr(custom_ops, "_no_cuda_reason", "")
+    custom_ops.require_cuda()
 
 
 def test_the_place_of_the_first_tensor_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +239,9 @@ def test_without_the_library_a_paddle_with_cuda_warns_and_runs_the_reference(mon
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
     monkeypatch.setattr(library, "load", missing)
     with pytest.warns(RuntimeWarning, match="reference operators on the GPU: was not built"):
-        assert custom_ops._choose_gpu_backend() is reference
+        assert custom_ops._choose_gpu_backend()[0] is reference
     monkeypatch.setattr(library, "load", lambda: None)
-    assert custom_ops._choose_gpu_backend() is ops
+    assert custom_ops._choose_gpu_backend() == (ops, "")
 
 
 def test_a_library_that_can_not_be_used_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
