@@ -110,7 +110,8 @@ class ControlClient:
     def push_tensors(self, tensors: Mapping[str, np.ndarray | BFloat16], *, version: str | None = None, keep_kv: bool = False) -> dict[str, Any]:
         """Replace the named tensors (Hugging Face names and shapes), all ranks or none; the engine must be paused.
 
-        Tensors that are not named keep their values. ``keep_kv``: requests kept by an ``in_place`` pause go
+        Tensors that are not named keep their values; after workers have crashed and lost what was pushed before, all must be
+        named (see docs/control-api.md). ``keep_kv``: requests kept by an ``in_place`` pause go
         on over KV of the old weights; otherwise they are recomputed.
         """
         with shared_tensors(tensors) as path:

@@ -126,19 +126,20 @@ class CommandHandlers:
         self._host.compile_grammar(GrammarSpec(args["kind"], args["source"]), done)
 
     def prepare_weights(self, args: Args) -> Result:
-        """``{source?, path?, format?, verify_checksum?}``: check new weights, touching nothing.
+        """``{source?, path?, format?, verify_checksum?, must_be_whole?}``: check new weights, touching nothing.
 
         ``source`` checkpoint (default): a model's files, ``path`` absent or None meaning the served one;
         tensors: a safetensors file with some of the model's tensors under their Hugging Face names.
-        Result: ``{source}``. A refusal by one rank is one by all.
+        ``must_be_whole`` refuses a file that lacks any. Result: ``{source, is_whole}``. A refusal by one rank is one by all.
         """
         self._sleeper.require_awake(WEIGHT)
         source, path, checksum = args.get("source", "checkpoint"), args.get("path"), args.get("verify_checksum")
         if source == "checkpoint":
-            return {"source": self._updates.prepare(path, args.get("format") or "auto", checksum)}
+            return {"source": self._updates.prepare(path, args.get("format") or "auto", checksum), "is_whole": True}
         if source != "tensors" or not path or checksum is not None:
             raise ValueError(f"source {source!r} with path {path!r}: tensors need a path and take no checksum; checkpoint is the other source")
-        return {"source": self._updates.prepare_tensors(path)}
+        prepared = self._updates.prepare_tensors(path, must_be_whole=bool(args.get("must_be_whole")))
+        return {"source": prepared, "is_whole": self._updates.is_whole}
 
     def commit_weights(self, args: Args) -> Result:
         """``{}``: copy what was prepared into place. Result: ``{num_tensors, load_s}``."""

@@ -61,11 +61,16 @@ class WeightUpdates:
         self._prepared = self._agreed(lambda: self._checked_model(path, file_format), verify_checksum)
         return self._prepared.source
 
-    def prepare_tensors(self, path: str) -> str:
-        """Open and check a safetensors file that holds some or all of the model's tensors."""
+    def prepare_tensors(self, path: str, *, must_be_whole: bool = False) -> str:
+        """Open and check a safetensors file that holds some of the model's tensors, or all of them."""
         self.discard()
-        self._prepared = self._agreed(lambda: self._checked_tensors(path), None)
+        self._prepared = self._agreed(lambda: self._checked_tensors(path, must_be_whole), None)
         return self._prepared.source
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what was prepared replaces every tensor."""
+        return self._prepared is not None and self._host.weights.expected_shapes().keys() <= self._prepared.shapes().keys()
 
     def commit(self) -> dict[str, Any]:
         """Copy what was prepared into the live weights. Raises WeightsError if nothing was."""
@@ -114,13 +119,13 @@ class WeightUpdates:
         self._host.weights.check(checkpoint)
         return checkpoint
 
-    def _checked_tensors(self, path: str) -> Checkpoint:
+    def _checked_tensors(self, path: str, must_be_whole: bool) -> Checkpoint:
         self._require_weights()
         file = Path(path)
         if not file.is_file():
             raise WeightsError(f"{path} does not exist or is no file")
         checkpoint = SafetensorsCheckpoint([file])
-        self._host.weights.check(checkpoint, partial=True)
+        self._host.weights.check(checkpoint, partial=not must_be_whole)
         return checkpoint
 
     def _require_weights(self) -> None:

@@ -24,6 +24,7 @@ from fastengine.engine.worker_commands import Replies, WorkerCommands, lost_repl
 from fastengine.engine.worker_operations import ControlError, Operation, Progress, Result, Send, WorkerOperations
 from fastengine.protocol.control import (
     AbortRequests,
+    ControlCommand,
     ControlRequest,
     ControlResponse,
     FlushCache,
@@ -62,11 +63,17 @@ class _Running:
     waits_for_stop: bool = False
     answered: bool = False
 
+    @property
+    def may_expire(self) -> bool:
+        """A 504 says that nothing has changed: past the point of no return the answer is late, but true."""
+        return self.request is not None and not self.progress.expired and not self.progress.is_final
+
 
 @dataclass(eq=False)
 class _PendingPause:
     request: ControlRequest
     deadline: float
+    drains: bool
 
 
 @dataclass
@@ -117,11 +124,19 @@ class ControlPlane:
         return responses
 
     def handle(self, request: ControlRequest) -> None:
-        if isinstance(request.command, STATE_CHANGES) and (self._deferred or self._exclusive() is not None):
+        if isinstance(request.command, STATE_CHANGES) and not self._may_start(request.command):
             self._deferred.append(request)
             return
         self._dispatch(request)
         self.settle()
+
+    def _may_start(self, command: ControlCommand) -> bool:
+        """Whether a change of state need not wait for those that came before it."""
+        exclusive = self._exclusive()
+        if self._deferred or exclusive is None:
+            return not self._deferred
+        # What is still coming to rest does so no later for a pause, and leaves the engine paused then.
+        return isinstance(command, Pause) and exclusive.waits_for_stop
 
     # -- what happens elsewhere -----------------------------------------------------------------
 
@@ -130,7 +145,10 @@ class ControlPlane:
         while True:
             if self._run_state.mode is not Mode.RUNNING and self._run_state.settle():
                 for pause in self._take_pauses():
-                    self._succeed(pause.request, {"is_paused": True})
+                    if pause.drains and self._run_state.has_unfinished:
+                        self._fail(pause.request, EngineError(409, "stopped by another command before the running requests had finished"))
+                    else:
+                        self._succeed(pause.request, {"is_paused": True})
                 waiting = [running for running in self._running if running.waits_for_stop]
                 for running in waiting:
                     running.waits_for_stop = False
@@ -147,9 +165,11 @@ class ControlPlane:
         for pause in late:
             self._pauses.remove(pause)
             self._fail(pause.request, EngineError(504, "the engine did not come to rest in time; it is running"))
-        if late and not self._pauses and not any(running.waits_for_stop for running in self._running):
-            self._run_state.run()
-        for running in [r for r in self._running if r.deadline <= now and not r.progress.expired and r.request is not None]:
+        if late and not self._pauses:
+            self._run_state.held = False
+            if not any(running.waits_for_stop for running in self._running):
+                self._run_state.run()
+        for running in [r for r in self._running if r.deadline <= now and r.may_expire]:
             running.progress.expired = True
             assert running.request is not None
             if running.waits_for_stop:
@@ -162,7 +182,7 @@ class ControlPlane:
 
     def next_deadline(self) -> float | None:
         deadlines = [pause.deadline for pause in self._pauses]
-        deadlines += [running.deadline for running in self._running if not running.progress.expired and running.request is not None]
+        deadlines += [running.deadline for running in self._running if running.may_expire]
         return min(deadlines, default=None)
 
     def workers_lost(self) -> None:
@@ -212,7 +232,7 @@ class ControlPlane:
         elif isinstance(command, Sleep):
             self._start(request, operations.sleep(command, progress), progress, timeout_s=command.timeout_s, exclusive=True)
         elif isinstance(command, Wakeup):
-            self._start(request, operations.wakeup(command), progress, timeout_s=command.timeout_s, exclusive=True)
+            self._start(request, operations.wakeup(command, progress), progress, timeout_s=command.timeout_s, exclusive=True)
         elif isinstance(command, WeightsChecksum):
             self._start(request, operations.checksum(), progress)
         elif isinstance(command, Profile):
@@ -228,16 +248,16 @@ class ControlPlane:
     # -- pause and resume -----------------------------------------------------------------------
 
     def _pause(self, request: ControlRequest, command: Pause) -> Result | None:
+        self._run_state.held = True
         if command.mode == "drain":
             self._run_state.drain()
         else:
             self._run_state.halt(retract=command.mode == "retract")
         if command.mode == "abort":
-            for state in list(self._table):
-                self._lifecycle.abort(state)
+            self._lifecycle.abort_all()
         if self._run_state.settle():
             return {"is_paused": True}
-        self._pauses.append(_PendingPause(request, self._clock() + command.timeout_s))
+        self._pauses.append(_PendingPause(request, self._clock() + command.timeout_s, command.mode == "drain"))
         return None
 
     def _resume(self) -> Result:

@@ -78,6 +78,10 @@ class Lifecycle:
             self._outputs.add_event(request.request.client_index, output)
         return num_output
 
+    def abort_all(self) -> None:
+        for request in list(self._table):
+            self.abort(request)
+
     def fail(self, request: RequestState, error: EngineError) -> None:
         """End with ``error``."""
         num_output = self.end(request, FINISH_ERROR, error)

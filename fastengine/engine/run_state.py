@@ -6,7 +6,9 @@
     RUNNING --pause abort, retract, in_place; sleep--> HALTED
     DRAINING, HALTED --resume, a pause's timeout, the last wakeup--> RUNNING
 
-HALTED plans no step; *stopped* is HALTED with no step in flight: only then is a pause answered.
+HALTED plans no step; *stopped* is HALTED with no step in flight: only then is a pause answered. *Held* says that an
+operator wants it so: what stops the engine for a reason of its own (an update, a sleep that fails) lets it go on
+afterwards only if nobody holds it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class RunState:
         self._pipeline = pipeline
         self._resources = resources
         self.mode = Mode.RUNNING
+        self.held = False
         self._retract = False
 
     @property
@@ -54,12 +57,18 @@ class RunState:
 
     def run(self) -> None:
         self.mode = Mode.RUNNING
+        self.held = False
         self._retract = False
         self._resources.look_again()
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Something has begun and not ended: what a drain waits for."""
+        return bool(self._table.count(*STARTED))
+
     def settle(self) -> bool:
         """Do what is due now; returns :attr:`is_stopped`."""
-        if self.mode is Mode.DRAINING and not len(self._pipeline) and not self._table.count(*STARTED):
+        if self.mode is Mode.DRAINING and not len(self._pipeline) and not self.has_unfinished:
             self.mode = Mode.HALTED
         if self.is_stopped and self._retract:
             self._retract = False

@@ -9,8 +9,9 @@ It returns the ``result`` of the control response, or raises ControlError.
 
 Commands sent here, and what each rank must do:
 
-* ``prepare_weights {source, path, format, verify_checksum}``: read and check everything (``source`` is
-  ``checkpoint`` or ``tensors``, ``path`` None the served model) and change nothing that serves
+* ``prepare_weights {source, path, format, verify_checksum, must_be_whole}`` -> ``{"is_whole": bool}``: read and check
+  everything (``source`` is ``checkpoint`` or ``tensors``, ``path`` None the served model) and change nothing that
+  serves; whole is what replaces every tensor
 * ``commit_weights {}``: copy what was prepared into place; ``discard_weights {}``: forget it
 * ``checksum {}`` -> ``{"checksum": str}``; ``profile {action, output_dir}``; ``log_level {level}``
 * ``compile_grammar {kind, source}``: in the background, without touching what runs
@@ -19,9 +20,10 @@ Commands sent here, and what each rank must do:
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fastengine.engine.lifecycle import Lifecycle
 from fastengine.engine.resource_manager import ResourceManager
@@ -55,9 +57,10 @@ class WhenStopped:
 
 @dataclass
 class Progress:
-    """What the runner tells a running operation."""
+    """What the runner and a running operation tell each other."""
 
     expired: bool = False  # its caller has been answered with 504
+    is_final: bool = False  # told by the operation: it can't be given up any more
 
 
 Result = dict[str, Any]
@@ -89,18 +92,42 @@ class WorkerOperations:
 
     def update_weights(self, command: UpdateWeights | UpdateWeightsFromTensors, progress: Progress) -> Operation:
         """All ranks or none: prepared everywhere, then committed everywhere."""
+        if isinstance(command, UpdateWeights) and command.stop_first is not None:
+            return (yield from self._stop_and_update(command, command.stop_first, progress))
+        return (yield from self._update(command, progress))
+
+    def _stop_and_update(self, command: UpdateWeights, mode: Literal["drain", "abort"], progress: Progress) -> Operation:
+        """Stop for the update alone: afterwards, whether it worked or not, the engine runs if it ran before and nobody pauses it."""
+        was_stopped = self._run_state.is_stopped
+        if mode == "abort":
+            self._lifecycle.abort_all()
+            self._run_state.halt(retract=False)
+        else:
+            self._run_state.drain()
+        try:
+            yield WhenStopped()
+            if progress.expired:
+                raise ControlError(504, "the engine did not come to rest in time; the old weights serve")
+            return (yield from self._update(command, progress))
+        finally:
+            if not was_stopped and not self._run_state.held and self.fault is None:
+                self._run_state.run()
+
+    def _update(self, command: UpdateWeights | UpdateWeightsFromTensors, progress: Progress) -> Operation:
         if not self._run_state.is_stopped:
             raise ControlError(409, "weights can only be updated while the engine is paused")
         if "weight" in self.sleeping:
             raise ControlError(409, "the weights are asleep: wake them up first")
-        args = _source(command)
+        args = _source(command, must_be_whole=self.fault is not None)
         try:
-            raise_on_error((yield Send("prepare_weights", args)))
+            replies: Replies = yield Send("prepare_weights", args)
+            raise_on_error(replies)
             if progress.expired:
                 raise ControlError(504, "the update took too long and was given up; the old weights serve")
         except ControlError:
             yield Send("discard_weights")
             raise
+        progress.is_final = True
         try:
             raise_on_error((yield Send("commit_weights")))
         except ControlError as failure:
@@ -109,19 +136,22 @@ class WorkerOperations:
                 self.fault = f"an update of the weights failed half way: {failure}"
             raise
         previous = self._lifecycle.weight_version
-        self._weights_changed(args, command.version, keep_kv=command.keep_kv)
+        self._weights_changed(args, all(reply.result["is_whole"] for reply in replies), command.version, keep_kv=command.keep_kv)
         return {"weight_version": self._lifecycle.weight_version, "previous_weight_version": previous}
 
-    def _weights_changed(self, args: dict[str, Any], version: str | None, *, keep_kv: bool) -> None:
-        self._applied = [args] if args["source"] == "checkpoint" else [*self._applied, args]
+    def _weights_changed(self, args: dict[str, Any], is_whole: bool, version: str | None, *, keep_kv: bool) -> None:
+        self._applied = [args] if is_whole else [*self._applied, args]
         self.fault = None
         self._resources.new_weights(keep_kv=keep_kv)
-        self._lifecycle.weight_version = version or f"update-{self._resources.weights_epoch}"
+        # A made-up name must not be one that somebody has given, or will.
+        self._lifecycle.weight_version = version or f"update-{self._resources.weights_epoch}-{secrets.token_hex(4)}"
         self._metrics.counters["weight_updates"] += 1
 
     def checksum(self) -> Operation:
         if "weight" in self.sleeping:
             raise ControlError(409, "the weights are asleep: wake them up first")
+        if self.fault is not None:
+            raise ControlError(409, f"{self.fault}; update the weights first")
         replies: Replies = yield Send("checksum")
         raise_on_error(replies)
         found = {reply.result["checksum"] for reply in replies}  # of the whole model, so the same on every rank
@@ -140,11 +170,12 @@ class WorkerOperations:
             try:
                 if progress.expired:
                     raise ControlError(504, "the engine did not come to rest in time; it is running")
+                progress.is_final = True
                 raise_on_error((yield Send("sleep", {"tags": sorted(tags)})))
             except ControlError as failure:
                 if failure.error.code not in (503, 504):
                     yield Send("wakeup", {"tags": sorted(tags)})
-                if not was_stopped:
+                if not was_stopped and not self._run_state.held:
                     self._run_state.run()
                 raise
             self.sleeping |= tags
@@ -152,9 +183,10 @@ class WorkerOperations:
                 self._resources.flush()
         return {"sleeping": sorted(self.sleeping)}
 
-    def wakeup(self, command: Wakeup) -> Operation:
+    def wakeup(self, command: Wakeup, progress: Progress) -> Operation:
         tags = _checked_tags(command.tags) & self.sleeping
         if tags:
+            progress.is_final = True
             raise_on_error((yield Send("wakeup", {"tags": sorted(tags)})))
             self.sleeping -= tags
             if not self.sleeping and self.fault is None:
@@ -198,10 +230,12 @@ class WorkerOperations:
         return {}
 
 
-def _source(command: UpdateWeights | UpdateWeightsFromTensors) -> dict[str, Any]:
+def _source(command: UpdateWeights | UpdateWeightsFromTensors, *, must_be_whole: bool) -> dict[str, Any]:
+    """``must_be_whole``: what the workers hold is not what single tensors would be meant for."""
     if isinstance(command, UpdateWeights):
-        return {"source": "checkpoint", "path": command.model_path, "format": command.format, "verify_checksum": command.verify_checksum}
-    return {"source": "tensors", "path": command.path, "format": "safetensors", "verify_checksum": None}
+        source = {"source": "checkpoint", "path": command.model_path, "format": command.format, "verify_checksum": command.verify_checksum}
+        return {**source, "must_be_whole": True}
+    return {"source": "tensors", "path": command.path, "format": "safetensors", "verify_checksum": None, "must_be_whole": must_be_whole}
 
 
 def _checked_tags(tags: tuple[str, ...]) -> set[str]:

@@ -21,6 +21,8 @@ from fastengine.protocol.control import ControlCommand, MemoryTag
 # What an answer may take beyond the time the command itself allows.
 ANSWER_MARGIN_S = 5.0
 QUICK_TIMEOUT_S = 10.0
+# What copying new weights, or memory to and from disk, may take once it has begun: it is not given up half way.
+COMMIT_MARGIN_S = 3600.0
 PROFILE_TIMEOUT_S = 60.0
 TAG_NAMES: dict[str, MemoryTag] = {"weight": "weight", "weights": "weight", "kv_cache": "kv_cache"}
 
@@ -109,34 +111,31 @@ async def update_weights(engine: EngineClient, body: types.UpdateWeightsBody) ->
         keep_kv=body.keep_kv,
         timeout_s=body.timeout_s,
     )
-    return await ask(engine, command, body.timeout_s + ANSWER_MARGIN_S)
+    return await ask(engine, command, body.timeout_s + COMMIT_MARGIN_S)
 
 
 async def update_tensors(engine: EngineClient, body: types.UpdateTensorsBody) -> Result:
     command = control.UpdateWeightsFromTensors(path=body.path, version=body.version, keep_kv=body.keep_kv, timeout_s=body.timeout_s)
-    return await ask(engine, command, body.timeout_s + ANSWER_MARGIN_S)
+    return await ask(engine, command, body.timeout_s + COMMIT_MARGIN_S)
 
 
 async def sglang_update(engine: EngineClient, body: types.SglangUpdateBody) -> Result:
     """Pause if need be, update, and go on as before, whether the update worked or not."""
-    was_paused = (await ask(engine, control.IsPaused()))["is_paused"]
-    if not was_paused:
-        await pause(engine, types.PauseBody(mode="abort" if body.abort_all_requests else "drain", timeout_s=600.0))
-    try:
-        return await update_weights(
-            engine, types.UpdateWeightsBody(model_path=body.model_path, version=body.weight_version, format=body.load_format or "auto")
-        )
-    finally:
-        if not was_paused:
-            await ask(engine, control.Resume())
+    command = control.UpdateWeights(
+        model_path=body.model_path,
+        version=body.weight_version,
+        format=body.load_format or "auto",
+        stop_first="abort" if body.abort_all_requests else "drain",
+    )
+    return await ask(engine, command, command.timeout_s + COMMIT_MARGIN_S)
 
 
 async def sleep(engine: EngineClient, body: types.MemoryBody) -> Result:
-    return await ask(engine, control.Sleep(tags=memory_tags(body.tags), timeout_s=body.timeout_s), body.timeout_s + ANSWER_MARGIN_S)
+    return await ask(engine, control.Sleep(tags=memory_tags(body.tags), timeout_s=body.timeout_s), body.timeout_s + COMMIT_MARGIN_S)
 
 
 async def wakeup(engine: EngineClient, body: types.MemoryBody) -> Result:
-    return await ask(engine, control.Wakeup(tags=memory_tags(body.tags), timeout_s=body.timeout_s), body.timeout_s + ANSWER_MARGIN_S)
+    return await ask(engine, control.Wakeup(tags=memory_tags(body.tags), timeout_s=body.timeout_s), body.timeout_s + COMMIT_MARGIN_S)
 
 
 async def sglang_sleep(engine: EngineClient, body: types.SglangMemoryBody) -> Result:

@@ -32,7 +32,7 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights", kw_only=T
     """Replace the weights in place, all ranks or none; refused with 409 unless paused.
 
     ``model_path`` None reloads the served path. ``keep_kv`` lets requests kept by an ``in_place``
-    pause go on over KV computed by the old weights.
+    pause go on over KV computed by the old weights. ``stop_first``: pause for the update and go on after it.
     """
 
     model_path: str | None = None
@@ -40,6 +40,7 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights", kw_only=T
     format: Literal["auto", "safetensors", "gguf"] = "auto"
     verify_checksum: str | None = None
     keep_kv: bool = False
+    stop_first: Literal["drain", "abort"] | None = None
     timeout_s: float = 600.0
 
 

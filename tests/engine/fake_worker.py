@@ -183,8 +183,12 @@ class FakeWorker:
         if command.name in self.refuse:
             raise CommandFailed(*self.refuse[command.name])
         if command.name == "prepare_weights":
-            self.prepared = self.weights + 1 if command.args["path"] is None else zlib.crc32(command.args["path"].encode())
-        elif command.name == "commit_weights":
+            path, whole = command.args["path"], command.args["source"] == "checkpoint" or "whole" in command.args["path"]
+            if command.args["must_be_whole"] and not whole:
+                raise CommandFailed(400, f"{path}: missing tensors")
+            self.prepared = self.weights + 1 if path is None else zlib.crc32(path.encode())
+            return {"is_whole": whole}
+        if command.name == "commit_weights":
             assert self.prepared is not None, "commit without prepare"
             self.weights, self.prepared = self.prepared, None
         elif command.name == "discard_weights":

@@ -121,6 +121,18 @@ def test_a_pause_that_takes_too_long_leaves_the_engine_running() -> None:
         assert_right(one)
 
 
+@pytest.mark.parametrize("overtaken_by", [Pause(mode="retract"), Pause(mode="abort"), Sleep()])
+def test_a_drain_is_answered_200_only_if_all_that_ran_has_ended(overtaken_by: object) -> None:
+    driver = Driver()
+    received = busy(driver)
+    drain = driver.control(Pause(mode="drain"))
+    driver.control(overtaken_by)  # type: ignore[arg-type]
+    driver.run()
+    ended = all(one.finish_reason for one in received)
+    assert ended == (overtaken_by == Pause(mode="abort"))
+    assert code(driver, drain) == (200 if ended else 409)
+
+
 def test_a_pause_waits_for_steps_in_flight(overlap: bool) -> None:
     driver = Driver(overlap=overlap)
     busy(driver)
@@ -142,7 +154,8 @@ def test_pauses_and_resumes_are_idempotent_and_overtake_each_other() -> None:
     first = driver.control(Pause(mode="drain"))
     second = driver.control(Pause(mode="in_place"))
     driver.run()
-    assert (code(driver, first), code(driver, second)) == (200, 200)
+    # The drain's promise is broken, and the one that broke it is kept.
+    assert (code(driver, first), code(driver, second)) == (409, 200)
     assert not any(one.finish_reason for one in received)
     assert call_code(driver, Pause(mode="in_place")) == 200
     assert [call_code(driver, Resume()) for _ in range(2)] == [200, 200]
@@ -286,7 +299,8 @@ def test_updates_survive_a_crash_of_the_workers() -> None:
         assert one.weight_version == "v9"
 
 
-def test_weights_that_can_not_be_restored_are_not_served() -> None:
+@pytest.mark.parametrize("new_weights", [UpdateWeights(model_path="/models/c"), UpdateWeightsFromTensors(path="/dev/shm/whole")])
+def test_weights_that_can_not_be_restored_are_not_served(new_weights: object) -> None:
     driver = Driver()
     driver.call(Pause())
     driver.call(UpdateWeightsFromTensors(path="/dev/shm/delta"))
@@ -305,10 +319,78 @@ def test_weights_that_can_not_be_restored_are_not_served() -> None:
     assert response.error.code == 409
     assert "/dev/shm/delta is gone" in response.error.message
     driver.worker.refuse.clear()
-    assert call_code(driver, UpdateWeights(model_path="/models/c")) == 200
+    assert call_code(driver, WeightsChecksum()) == 409  # what is loaded is not what the version says
+    # Tensors that are not pushed would keep values that nobody meant.
+    partial = driver.call(UpdateWeightsFromTensors(path="/dev/shm/some"))
+    assert partial.error is not None
+    assert partial.error.code == 400
+    assert "missing tensors" in partial.error.message
+    assert call_code(driver, new_weights) == 200
     assert call_code(driver, Resume()) == 200
     driver.run()
     assert all(one.finish_reason == "length" for one in received)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort", "drain"])
+@pytest.mark.parametrize("when", ["before", "draining", "updating"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pause_outlives_an_update_that_stops_the_engine_itself(mode: str, when: str, fails: bool) -> None:
+    driver = Driver()
+    received = busy(driver)
+    if fails:
+        driver.worker.refuse["prepare_weights"] = (400, "no such file")
+    pause = driver.control(Pause(mode=mode)) if when == "before" else None  # type: ignore[arg-type]
+    update = driver.control(UpdateWeights(version="v2", stop_first="drain"))
+    if when == "updating":
+        while not driver.core.is_paused:
+            driver.turn()
+    pause = pause or driver.control(Pause(mode=mode))  # type: ignore[arg-type]
+    driver.run()
+    assert code(driver, update) == (400 if fails else 200)
+    assert code(driver, pause) == 200
+    assert is_paused(driver)
+    assert call_code(driver, Resume()) == 200
+    driver.run()
+    assert all(one.finish_reason for one in received)
+    driver.assert_idle()
+
+
+@pytest.mark.parametrize("stop_first", ["drain", "abort"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_update_that_stops_the_engine_lets_it_go_on(stop_first: str, fails: bool) -> None:
+    driver = Driver()
+    received = busy(driver)
+    if fails:
+        driver.worker.refuse["prepare_weights"] = (400, "no such file")
+    assert call_code(driver, UpdateWeights(version="v2", stop_first=stop_first)) == (400 if fails else 200)  # type: ignore[arg-type]
+    assert not is_paused(driver)
+    assert {one.finish_reason for one in received} == {"length" if stop_first == "drain" else "abort"}
+    late = driver.add_and_run(prompt(8, 4), max_tokens=3)
+    assert_right(late, driver.worker.weights)
+    assert late.weight_version == ("default" if fails else "v2")
+
+
+def test_an_update_that_can_not_stop_the_engine_in_time_changes_nothing() -> None:
+    driver = Driver()
+    received = busy(driver)
+    update = driver.control(UpdateWeights(version="v2", stop_first="drain", timeout_s=0.01))
+    for _ in range(12):
+        driver.turn()
+    assert code(driver, update) == 504
+    assert not is_paused(driver)
+    driver.run()
+    for one in received:
+        assert_right(one)
+        assert one.weight_version == "default"
+
+
+def test_made_up_versions_are_all_different() -> None:
+    driver = Driver()
+    driver.call(Pause())
+    made_up = [driver.call(UpdateWeights()).result["weight_version"] for _ in range(2)]
+    assert driver.call(UpdateWeights(version=made_up[0])).result["weight_version"] == made_up[0]
+    made_up.append(driver.call(UpdateWeights()).result["weight_version"])
+    assert len(set(made_up)) == 3
 
 
 def test_state_changes_during_an_update_wait_for_it_and_others_do_not() -> None:
@@ -340,6 +422,49 @@ def test_an_update_that_takes_too_long_is_given_up_before_the_commit() -> None:
     assert driver.core.weight_version == "default"
     assert driver.worker.prepared is None
     assert call_code(driver, UpdateWeights(version="v4")) == 200
+
+
+def test_a_504_is_never_followed_by_the_change_it_denies() -> None:
+    driver = Driver()
+    driver.call(Pause())
+    for command, result in (
+        (UpdateWeights(version="v2", timeout_s=1.0), {"weight_version": "v2", "previous_weight_version": "default"}),
+        (Sleep(timeout_s=1.0), {"sleeping": ["kv_cache", "weight"]}),
+        (Wakeup(timeout_s=1.0), {"sleeping": []}),
+    ):
+        sent = driver.control(command)
+        commands = driver.core.take_commands()
+        while commands[-1].name == "prepare_weights":
+            driver.core.process_reply(driver.worker.reply(commands[-1]))
+            commands = driver.core.take_commands()
+        driver.time += 2
+        driver.core.expire()
+        driver.deliver()
+        assert code(driver, sent) is None
+        driver.core.process_reply(driver.worker.reply(commands[-1]))
+        driver.deliver()
+        assert driver.responses[sent].result == result
+
+
+def test_only_pushes_that_a_restart_needs_are_remembered() -> None:
+    driver = Driver()
+    driver.call(Pause())
+    driver.call(UpdateWeightsFromTensors(path="/dev/shm/some"))
+    driver.call(UpdateWeightsFromTensors(path="/dev/shm/whole"))
+    driver.call(UpdateWeightsFromTensors(path="/dev/shm/more"))
+    expected = driver.worker.weights
+    driver.call(Resume())
+    driver.published.clear()
+    driver.core.workers_lost()
+    driver.worker = driver.new_worker()
+    driver.core.workers_restarted(driver.num_blocks)
+    prepared = []
+    while commands := driver.core.take_commands():
+        for command in commands:
+            prepared += [command.args["path"]] if command.name == "prepare_weights" else []
+            driver.core.process_reply(driver.worker.reply(command))
+    assert prepared == ["/dev/shm/whole", "/dev/shm/more"]
+    assert driver.worker.weights == expected
 
 
 def test_the_checksum_is_the_one_that_every_rank_gives() -> None:

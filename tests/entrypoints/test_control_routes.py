@@ -120,18 +120,15 @@ def test_is_paused_by_get(api):
     assert api.http.get("/v1/is_paused").json()["result"] == {"is_paused": True}
 
 
-@pytest.mark.parametrize("paused", [False, True])
-def test_sglangs_update_pauses_and_resumes_by_itself(api, paused):
-    if paused:
-        api.http.post("/v1/pause")
+@pytest.mark.parametrize("abort", [False, True])
+def test_sglangs_update_stops_and_resumes_by_itself(api, abort):
     api.engine.commands.clear()
-    reply = api.http.post("/update_weights_from_disk", json={"model_path": "/w", "weight_version": "v2", "abort_all_requests": True})
+    body = {"model_path": "/w", "weight_version": "v2", "abort_all_requests": abort}
+    reply = api.http.post("/update_weights_from_disk", json=body)
     assert reply.json()["success"] is True
     assert reply.json()["message"]
-    update = control.UpdateWeights(model_path="/w", version="v2")
-    expected = [control.IsPaused(), update] if paused else [control.IsPaused(), control.Pause(mode="abort", timeout_s=600), update, control.Resume()]
-    assert commands(api) == expected
-    assert api.engine.paused == paused
+    # One command, so that no other can come between its parts.
+    assert commands(api) == [control.UpdateWeights(model_path="/w", version="v2", stop_first="abort" if abort else "drain")]
 
 
 def test_an_engine_that_does_not_answer_is_a_504(start_server, monkeypatch):

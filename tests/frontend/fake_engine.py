@@ -210,7 +210,7 @@ class FakeEngine:
             self._send(request.client_index, self._status())
         elif isinstance(command, control.IsPaused):
             result = {"is_paused": self.paused}
-        elif isinstance(command, control.UpdateWeights) and not self.paused:
+        elif isinstance(command, control.UpdateWeights) and not self.paused and command.stop_first is None:
             error = EngineError(409, "the engine is not paused")
         elif isinstance(command, control.AbortRequests):
             result = self._abort_by_id(command)

@@ -146,6 +146,16 @@ def test_single_tensors_from_a_trainer(served: Served, tmp_path: Path) -> None:
     assert served.send("update_tensors", path=str(tmp_path / "gone.safetensors")).error_code == 400
 
 
+def test_tensors_can_be_asked_to_be_whole(served: Served, tmp_path: Path) -> None:
+    some, whole = str(tmp_path / "some.safetensors"), str(tmp_path / "whole.safetensors")
+    left_out = "model.norm.weight"
+    write_safetensors(tmp_path / "some.safetensors", {name: value for name, value in served.weights.items() if name != left_out})
+    write_safetensors(tmp_path / "whole.safetensors", served.weights)
+    assert not served.do("prepare_weights", source="tensors", path=some, must_be_whole=False)["is_whole"]
+    assert f"missing tensors: {left_out}" in served.send("prepare_weights", source="tensors", path=some, must_be_whole=True).error
+    assert served.do("prepare_weights", source="tensors", path=whole, must_be_whole=True)["is_whole"]
+
+
 def test_sleep_gives_memory_back_and_wakeup_restores_it(tmp_path: Path) -> None:
     config = hf_config(vocab_size=20_000, hidden_size=512, head_dim=128)
     served = Served(tmp_path, config)
