@@ -1,147 +1,38 @@
 // Attention over an int8 cache, in integer dot products.
 //
-// Queries are quantized per row. A chunk's exponentials, each times its position's value scale, become
-// u8 with one scale per row and chunk.
-#include "attention.h"
+// Queries are quantized per row. A position's value scale goes into its score (as a power of two), so that
+// a chunk's largest product of weight and value scale is known before the exponentials, which become u8 at
+// once; the sum takes it out again.
+#include "attention_walk.h"
 #include "dot.h"
 
 namespace fastengine {
 namespace FE_ISA {
 namespace {
 
-// The 16-position pieces of one chunk.
-struct Chunk {
-  const uint8_t* keys[kChunk / 16];    // [dim / 4][block_size][4]
-  const int8_t* values[kChunk / 16];   // [position / 4][dim][4]
-  const float *key_scales[kChunk / 16], *value_scales[kChunk / 16];
-};
+constexpr float kLog2OfLargest = 7.99435344f;  // log2(255)
+constexpr float kLeastScale = 1.0e-30f;        // of a value row of zeros
 
-struct Rows {
-  int32_t* queries;  // [rows][head_dim / 4] of four s8
-  const float* scales;
-  const int32_t* starts;  // -128 times the sum of a row's query
-  RowState* states;
-  float* out;  // [rows][head_dim]
-};
+// Into the second level: the first is small beside a chunk of a long context that others push out again.
+FE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
-template <int kRows>
-FE_INLINE void score_vectors(const uint8_t* const* keys, const float* const* key_scales, int64_t block_size, const Rows& rows, int64_t quads, float* scores) {
-  IVec sums[kRows][kAtOnce];
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kAtOnce; ++v) sums[r][v] = iset(rows.starts[r]);
-  }
-  for (int64_t i = 0; i < quads; ++i) {
-    IVec key[kAtOnce];
-    for (int v = 0; v < kAtOnce; ++v) key[v] = iload(keys[v] + i * block_size * 4);
-    for (int r = 0; r < kRows; ++r) {
-      const IVec q = iset(rows.queries[r * quads + i]);
-      for (int v = 0; v < kAtOnce; ++v) add_dots(sums[r][v], key[v], q);
-    }
-  }
-  for (int v = 0; v < kAtOnce; ++v) {
-    const Vec key_scale = vload(key_scales[v]);
-    for (int r = 0; r < kRows; ++r) {
-      vstore(scores + r * kChunk + v * kLanes, vmul(vmul(to_floats(sums[r][v]), vset(rows.scales[r])), key_scale));
-    }
-  }
-}
-
-// out = out * shrink + (sum over positions of weights (u8) * values) * scale
-template <int kRows, int kVecs>
-FE_INLINE void add_values(const int8_t* const* values, int64_t head_dim, const int32_t* weights, int64_t quads, const float* shrink, const float* scales, float* out) {
-  IVec sums[kRows][kVecs];
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) sums[r][v] = iset(0);
-  }
-  for (int64_t i = 0; i < quads; ++i) {
-    const int8_t* const row = values[i / 4] + i % 4 * head_dim * 4;
-    IVec value[kVecs];
-    for (int v = 0; v < kVecs; ++v) value[v] = iload(row + v * kLanes * 4);
-    for (int r = 0; r < kRows; ++r) {
-      const IVec p = iset(weights[r * (kChunk / 4) + i]);
-      for (int v = 0; v < kVecs; ++v) add_dots(sums[r][v], p, value[v]);
-    }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) {
-      float* const target = out + r * head_dim + v * kLanes;
-      vstore(target, vfma(to_floats(sums[r][v]), vset(scales[r]), vmul(vload(target), vset(shrink[r]))));
-    }
-  }
-}
-
-// `count` exponentials times value scales, as u8, zeros behind them up to `padded`; returns their scale.
-FE_INLINE float quantize_weights(float* p, const Chunk& chunk, int64_t count, int64_t padded, uint8_t* out) {
-  Vec most = vzero();
-  for (int64_t i = 0; i < padded; i += kLanes) {
-    Vec product = vmul(vload(p + i), vload(chunk.value_scales[i / 16] + i % 16));
-    // Scales of positions that nobody has written yet may be anything.
-    if (i + kLanes > count) product = vkeep_n(product, max_i(0, count - i), vzero());
-    vstore(p + i, product);
-    most = vmax(most, product);
-  }
-  const float largest = vmaximum(most);
-  const Vec inverse = vset(largest > 0.0f ? 255.0f / largest : 0.0f);
-  for (int64_t i = 0; i < padded; i += kLanes) {
 #if defined(__AVX512F__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(vmul(vload(p + i), inverse))));
+FE_INLINE void round_to_bytes(const Vec* x, uint8_t* out) {
+  const __m512i low = _mm512_packus_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
+  const __m512i high = _mm512_packus_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_store_si512(out, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)));
+}
 #else
-    const __m256i q = _mm256_cvtps_epi32(vmul(vload(p + i), inverse));
-    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(out + i), _mm_packus_epi16(words, words));
+FE_INLINE void round_to_bytes(const Vec* x, uint8_t* out) {
+  const __m256i words = _mm256_packus_epi32(_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1]));
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+  _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(bytes));
+}
 #endif
-  }
-  return largest * (1.0f / 255.0f);
-}
 
-template <int kRows>
-void attend_group(const Chunk& chunk, const KvLayer& c, const int64_t* counts, const Rows& rows) {
-  alignas(64) float scores[kRows * kChunk];
-  alignas(64) int32_t weights[kRows * kChunk / 4];
-  float shrink[kRows], scales[kRows];
-  int64_t most = 0;
-  for (int r = 0; r < kRows; ++r) most = max_i(most, counts[r]);
-  const int64_t padded = ceil_div(most, kLanes) * kLanes;
-  for (int64_t i = 0; i < most; i += kAtOnce * kLanes) {
-    const uint8_t* keys[kAtOnce];
-    const float* key_scales[kAtOnce];
-    for (int v = 0; v < kAtOnce; ++v) {
-      const int64_t position = i + v * kLanes;
-      keys[v] = chunk.keys[position / 16] + position % 16 * 4;
-      key_scales[v] = chunk.key_scales[position / 16] + position % 16;
-    }
-    score_vectors<kRows>(keys, key_scales, c.block_size, rows, c.head_dim / 4, scores + i);
-  }
-  for (int r = 0; r < kRows; ++r) {
-    shrink[r] = softmax_chunk(scores + r * kChunk, counts[r], padded, rows.states + r);
-    scales[r] = quantize_weights(scores + r * kChunk, chunk, counts[r], padded, reinterpret_cast<uint8_t*>(weights + r * (kChunk / 4)));
-  }
-  const int64_t quads = ceil_div(most, 4);
-  const int8_t* values[kChunk / 16];
-  int64_t d = 0;
-  for (; d + kAtOnce * kLanes <= c.head_dim; d += kAtOnce * kLanes) {
-    for (int i = 0; i < kChunk / 16; ++i) values[i] = chunk.values[i] + d * 4;
-    add_values<kRows, kAtOnce>(values, c.head_dim, weights, quads, shrink, scales, rows.out + d);
-  }
-  for (; d < c.head_dim; d += kLanes) {
-    for (int i = 0; i < kChunk / 16; ++i) values[i] = chunk.values[i] + d * 4;
-    add_values<kRows, 1>(values, c.head_dim, weights, quads, shrink, scales, rows.out + d);
-  }
-}
-
-void attend_rows(int64_t num_rows, const Chunk& chunk, const KvLayer& c, const int64_t* counts, const Rows& rows) {
-  switch (num_rows) {
-    case 1: return attend_group<1>(chunk, c, counts, rows);
-    case 2: return attend_group<2>(chunk, c, counts, rows);
-    case 3: return attend_group<3>(chunk, c, counts, rows);
-    case 4: return attend_group<4>(chunk, c, counts, rows);
-    case 5: return attend_group<5>(chunk, c, counts, rows);
-    default: return attend_group<6>(chunk, c, counts, rows);
-  }
-}
-
-// s8 values of a query row; returns the sum.
-FE_INLINE int32_t quantize_query(const float* x, int64_t d, float* scale, int8_t* out) {
+// A query row as quads of s8, kGroupRows apart; returns the values' sum.
+FE_INLINE int32_t quantize_query(const float* x, int64_t d, float* scale, int32_t* out) {
   Vec most = vzero();
   for (int64_t i = 0; i < d; i += kLanes) most = vmax(most, vmax(vload(x + i), vsub(vzero(), vload(x + i))));
   const float largest = vmaximum(most);
@@ -150,70 +41,202 @@ FE_INLINE int32_t quantize_query(const float* x, int64_t d, float* scale, int8_t
   for (int64_t i = 0; i < d; i += kLanes) {
     const Vec q = vround(vmul(vload(x + i), inverse));
     total = vadd(total, q);
+    alignas(16) int32_t quads[4];
 #if defined(__AVX512F__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(q)));
+    _mm_store_si128(reinterpret_cast<__m128i*>(quads), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(q)));
 #else
     const __m256i ints = _mm256_cvtps_epi32(q);
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(ints), _mm256_extracti128_si256(ints, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(out + i), _mm_packs_epi16(words, words));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(quads), _mm_packs_epi16(words, words));
 #endif
+    for (int64_t j = 0; j < kLanes / 4; ++j) out[(i / 4 + j) * kGroupRows] = quads[j];
   }
   *scale = largest / 127.0f;
   return static_cast<int32_t>(vsum(total));
 }
 
-Chunk chunk_at(const AttentionInput& in, const AttentionTask& task, const int32_t* table, int64_t begin, int64_t end) {
-  const KvLayer& c = in.cache;
-  Chunk chunk;
-  for (int64_t i = 0; i < kChunk / 16; ++i) {
-    // Pieces behind the end repeat the last one: they are read, but count for nothing.
-    const int64_t position = min_i(begin + 16 * i, (end - 1) / 16 * 16), offset = position % c.block_size;
-    const int64_t base = (table[position / c.block_size] * c.num_kv_heads + task.kv_head) * c.block_size;
-    chunk.keys[i] = static_cast<const uint8_t*>(c.key) + base * c.head_dim + offset * 4;
-    chunk.values[i] = static_cast<const int8_t*>(c.value) + (base + offset) * c.head_dim;
-    chunk.key_scales[i] = c.key_scale + base + offset;
-    chunk.value_scales[i] = c.value_scale + base + offset;
+struct Int8Kernel {
+  struct Chunk {
+    const uint8_t* keys[kChunk / 16];   // [dim / 4][block_size][4]
+    const int8_t* values[kChunk / 16];  // [position / 4][dim][4]
+    const float *key_scales[kChunk / 16], *value_scales[kChunk / 16];
+  };
+
+  int64_t block_size, d;
+  int32_t* queries;                    // [group of rows][head_dim / 4][kGroupRows] of four s8
+  alignas(64) float scales[kTaskRows];
+  int32_t starts[kTaskRows];           // -128 times the sum of a row's query: keys are stored plus 128
+  // Of the chunk in hand; positions that nobody has written weigh nothing.
+  alignas(64) float key_scales[kChunk], value_logs[kChunk], value_inverses[kChunk];
+
+  FE_MEMBER Int8Kernel(const AttentionInput& in, const AttentionTask& task, void* scratch)
+      : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<int32_t*>(scratch)) {
+    const int64_t heads = in.num_heads / in.cache.num_kv_heads;
+    for (int64_t r = 0; r < task.num_queries * heads; ++r) {
+      const float* const source = in.qkv + (task.first_token + r / heads) * in.qkv_stride + (task.kv_head * heads + r % heads) * d;
+      starts[r] = -128 * quantize_query(source, d, scales + r, queries + r / kGroupRows * (d / 4) * kGroupRows + r % kGroupRows);
+      scales[r] *= in.scale;
+    }
   }
-  return chunk;
-}
+
+  FE_MEMBER Chunk chunk_at(const AttentionInput& in, const AttentionTask& task, int64_t chunk) const {
+    const KvLayer& c = in.cache;
+    Chunk out;
+    for_pieces(in, task, chunk, [&](int64_t i, int64_t base, int64_t offset) {
+      out.keys[i] = static_cast<const uint8_t*>(c.key) + base * c.head_dim + offset * 4;
+      out.values[i] = static_cast<const int8_t*>(c.value) + (base + offset) * c.head_dim;
+      out.key_scales[i] = c.key_scale + base + offset;
+      out.value_scales[i] = c.value_scale + base + offset;
+    });
+    return out;
+  }
+
+  FE_MEMBER void prepare(const Chunk& chunk, const Chunk& next, int64_t visible) {
+    for (int64_t i = 0; i < kChunk; i += kLanes) {
+      const int64_t n = max_i(0, min_i(kLanes, visible - i));
+      const Vec scale = vmax(vset(kLeastScale), vload(chunk.value_scales[i / 16] + i % 16));
+      vstore(key_scales + i, vkeep_n(vload(chunk.key_scales[i / 16] + i % 16), n, vzero()));
+      vstore(value_logs + i, vkeep_n(log2_coarse(scale), n, vset(kLowest)));
+      vstore(value_inverses + i, vkeep_n(vdiv(vset(1.0f), scale), n, vzero()));
+      if (i % 16 == 0) {
+        prefetch(next.key_scales[i / 16]);
+        prefetch(next.value_scales[i / 16]);
+      }
+    }
+  }
+
+  // Dot products of a group's queries with kAtOnce vectors of positions, [kRows][kAtOnce * kLanes]. kWhole: a
+  // block holds them all, side by side.
+  template <int kRows, bool kWhole>
+  FE_MEMBER void dot_keys(const Chunk& chunk, const Chunk& next, int64_t position, int64_t first, int32_t* out) const {
+    IVec sums[kRows][kAtOnce];
+    const uint8_t *keys[kAtOnce], *ahead[kAtOnce];
+    for (int v = 0; v < kAtOnce; ++v) {
+      const int64_t at = position + v * kLanes;
+      keys[v] = kWhole && v > 0 ? keys[0] + v * kLanes * 4 : chunk.keys[at / 16] + at % 16 * 4;
+      ahead[v] = kWhole && v > 0 ? ahead[0] + v * kLanes * 4 : next.keys[at / 16] + at % 16 * 4;
+      for (int r = 0; r < kRows; ++r) sums[r][v] = iset(starts[first + r]);
+    }
+    const int64_t quads = d / 4, stride = block_size * 4;
+    const int32_t* query = queries + first * quads;
+    for (int64_t i = 0; i < quads; ++i, query += kGroupRows) {
+      IVec key[kAtOnce];
+      for (int v = 0; v < kAtOnce; ++v) {
+        key[v] = iload(keys[v]);
+        prefetch(ahead[v]);
+        keys[v] += stride;
+        ahead[v] += stride;
+      }
+      for (int r = 0; r < kRows; ++r) {
+        const IVec q = iset(query[r]);
+        for (int v = 0; v < kAtOnce; ++v) add_dots(sums[r][v], key[v], q);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kAtOnce; ++v) istore(out + (r * kAtOnce + v) * kLanes, sums[r][v]);
+    }
+  }
+
+  // From those, scores at `position` of their rows; `most` keeps the maxima of each row's lanes.
+  template <int kRows, bool kMasked>
+  FE_MEMBER void score(const int32_t* dots, int64_t position, int64_t first, const int64_t* counts, float* most, float* scores) const {
+    for (int r = 0; r < kRows; ++r) {
+      const Vec scale = vset(scales[first + r]);
+      Vec largest = vload(most + r * kLanes);
+      for (int v = 0; v < kAtOnce; ++v) {
+        const int64_t at = position + v * kLanes;
+        Vec s = vfma(vmul(to_floats(iload(dots + (r * kAtOnce + v) * kLanes)), vload(key_scales + at)), scale, vload(value_logs + at));
+        if (kMasked) s = vkeep_n(s, max_i(0, min_i(kLanes, counts[r] - at)), vset(kLowest));
+        largest = vmax(s, largest);
+        vstore(scores + r * kChunk + at, s);
+      }
+      vstore(most + r * kLanes, largest);
+    }
+  }
+
+  // Turns a row's scores into u8 weights, and returns their sum as it was before rounding.
+  FE_MEMBER float weigh(const float* scores, float maximum, int64_t padded, uint8_t* weights) const {
+    const Vec level = vset(maximum - kLog2OfLargest);
+    Vec totals[kAtOnce];
+    for (int v = 0; v < kAtOnce; ++v) totals[v] = vzero();
+    for (int64_t i = 0; i < padded; i += kAtOnce * kLanes) {
+      Vec p[kAtOnce];
+      for (int v = 0; v < kAtOnce; ++v) {
+        p[v] = exp2_coarse(vsub(vload(scores + i + v * kLanes), level));
+        totals[v] = vfma(p[v], vload(value_inverses + i + v * kLanes), totals[v]);
+      }
+      round_to_bytes(p, weights + i);
+    }
+    Vec total = vadd(totals[0], totals[1]);
+    for (int v = 2; v < kAtOnce; v += 2) total = vadd(total, vadd(totals[v], totals[v + 1]));
+    return vsum(total);
+  }
+
+  // Weighted values of kVecs vectors of features from `feature` on.
+  template <int kRows, int kVecs>
+  FE_MEMBER void add_values(const Chunk& chunk, const Chunk& next, int64_t feature, const int32_t* weights, int64_t pieces, const GroupTarget& target,
+                            const RowFactors& factors) const {
+    IVec sums[kRows][kVecs];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = iset(0);
+    }
+    const int64_t stride = d * 4;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const int8_t *values = chunk.values[piece] + feature * 4, *ahead = next.values[piece] + feature * 4;
+      for (int i = 0; i < 4; ++i, values += stride, ahead += stride, ++weights) {
+        IVec value[kVecs];
+        for (int v = 0; v < kVecs; ++v) {
+          value[v] = iload(values + v * kLanes * 4);
+          prefetch(ahead + v * kLanes * 4);
+        }
+        for (int r = 0; r < kRows; ++r) {
+          const IVec p = iset(weights[r * (kChunk / 4)]);
+          for (int v = 0; v < kVecs; ++v) add_dots(sums[r][v], p, value[v]);
+        }
+      }
+    }
+    float* const out = target.out + feature;
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) put(target, factors, r, to_floats(sums[r][v]), out + r * d + v * kLanes);
+    }
+  }
+
+  template <int kRows>
+  __attribute__((noinline)) void group(const Chunk& chunk, const Chunk& next, int64_t first, const int64_t* counts, bool masked, const GroupTarget& target) const {
+    constexpr int64_t kStep = kAtOnce * kLanes;
+    alignas(64) float scores[kRows * kChunk];
+    alignas(64) int32_t dots[kRows * kStep], weights[kRows * kChunk / 4];
+    alignas(64) float most[kRows * kLanes], maxima[kLanes], sums[kLanes];
+    const int64_t most_visible = counts[kRows - 1], padded = ceil_div(most_visible, kStep) * kStep;
+    for (int r = 0; r < kRows; ++r) vstore(most + r * kLanes, vset(kLowest));
+    for (int64_t i = 0; i < padded; i += kStep) {
+      if (block_size % kStep == 0) {
+        dot_keys<kRows, true>(chunk, next, i, first, dots);
+      } else {
+        dot_keys<kRows, false>(chunk, next, i, first, dots);
+      }
+      if (masked) {
+        score<kRows, true>(dots, i, first, counts, most, scores);
+      } else {
+        score<kRows, false>(dots, i, first, counts, most, scores);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) maxima[r] = vmaximum(vload(most + r * kLanes));
+    for (int r = 0; r < kRows; ++r) sums[r] = weigh(scores + r * kChunk, maxima[r], padded, reinterpret_cast<uint8_t*>(weights + r * (kChunk / 4)));
+    RowFactors factors;
+    settle(target, maxima, sums, kRows, &factors);
+    const int64_t pieces = ceil_div(most_visible, 16);
+    int64_t f = 0;
+    for (; f + kAtOnce * kLanes <= d; f += kAtOnce * kLanes) add_values<kRows, kAtOnce>(chunk, next, f, weights, pieces, target, factors);
+    for (; f + 2 * kLanes <= d; f += 2 * kLanes) add_values<kRows, 2>(chunk, next, f, weights, pieces, target, factors);
+    for (; f < d; f += kLanes) add_values<kRows, 1>(chunk, next, f, weights, pieces, target, factors);
+  }
+};
 
 }  // namespace
 
-void attention_int8(const AttentionInput& in, const AttentionTask& task, void* scratch) {
-  const KvLayer& c = in.cache;
-  const int64_t d = c.head_dim, heads = in.num_heads / c.num_kv_heads, num_rows = task.num_queries * heads;
-  float* const out = static_cast<float*>(scratch);
-  int32_t* const queries = reinterpret_cast<int32_t*>(out + kTaskRows * d);
-  RowState states[kTaskRows];
-  float scales[kTaskRows];
-  int32_t starts[kTaskRows];
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const float* const source = in.qkv + (task.first_token + r / heads) * in.qkv_stride + (task.kv_head * heads + r % heads) * d;
-    starts[r] = -128 * quantize_query(source, d, scales + r, reinterpret_cast<int8_t*>(queries + r * (d / 4)));
-    scales[r] *= in.scale;
-    for (int64_t i = 0; i < d; i += kLanes) vstore(out + r * d + i, vzero());
-    states[r] = {-3.0e38f, 0.0f};
-  }
-  const int32_t* const table = in.block_tables + task.seq * in.max_blocks;
-  const int64_t end = task.first_position + task.num_queries;
-  for (int64_t begin = 0; begin < end; begin += kChunk) {
-    const Chunk chunk = chunk_at(in, task, table, begin, end);
-    for (int64_t first = 0; first < num_rows; first += kGroupRows) {
-      const int64_t n = min_i(kGroupRows, num_rows - first);
-      int64_t counts[kGroupRows];
-      int64_t visible = 0;
-      for (int64_t r = 0; r < n; ++r) {
-        counts[r] = max_i(0, min_i(kChunk, task.first_position + (first + r) / heads + 1 - begin));
-        visible = max_i(visible, counts[r]);
-      }
-      if (visible > 0) attend_rows(n, chunk, c, counts, {queries + first * (d / 4), scales + first, starts + first, states + first, out + first * d});
-    }
-  }
-  for (int64_t r = 0; r < num_rows; ++r) {
-    float* const target = in.out + (task.first_token + r / heads) * in.num_heads * d + (task.kv_head * heads + r % heads) * d;
-    const Vec inverse = vset(1.0f / states[r].sum);
-    for (int64_t i = 0; i < d; i += kLanes) vstore(target + i, vmul(vload(out + r * d + i), inverse));
-  }
+void attention_int8(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next, void* scratch) {
+  walk<Int8Kernel>(in, task, next, scratch);
 }
 
 }  // namespace FE_ISA

@@ -6,6 +6,13 @@
 namespace fastengine {
 namespace FE_ISA {
 
+// Lanes 1, 0, 3, 2, ... of x.
+#if defined(__AVX512F__)
+FE_INLINE Vec vswap_pairs(Vec x) { return _mm512_permute_ps(x, 0xb1); }
+#else
+FE_INLINE Vec vswap_pairs(Vec x) { return _mm256_permute_ps(x, 0xb1); }
+#endif
+
 // out = x / rms(x) * weight; out may be x.
 FE_INLINE void norm_row(const float* x, const float* weight, int64_t n, float epsilon, float* out) {
   Vec sums[2] = {vzero(), vzero()};
@@ -20,25 +27,47 @@ FE_INLINE void norm_row(const float* x, const float* weight, int64_t n, float ep
   }
 }
 
-// Rotates the first rotary_dim features of one head in place. cos_sin: cosines, then sines.
-FE_INLINE void rotate_head(float* x, const float* cos_sin, int64_t rotary_dim, bool interleaved) {
-  const int64_t half = rotary_dim / 2;
-  const float *const cosines = cos_sin, *const sines = cos_sin + half;
-  if (interleaved) {
-    for (int64_t i = 0; i < half; ++i) {
-      const float a = x[2 * i], b = x[2 * i + 1];
-      x[2 * i] = a * cosines[i] - b * sines[i];
-      x[2 * i + 1] = a * sines[i] + b * cosines[i];
+// One position's rotation of the first rotary_dim features of a head. cos_sin: cosines, then sines.
+// `scratch` takes 2 * rotary_dim floats.
+class Rotation {
+ public:
+  __attribute__((always_inline)) Rotation(const float* cos_sin, int64_t rotary_dim, bool interleaved, float* scratch)
+      : cosines_(cos_sin), sines_(cos_sin + rotary_dim / 2), size_(rotary_dim), interleaved_(interleaved) {
+    if (!interleaved) return;
+    float *const cosines = scratch, *const sines = scratch + rotary_dim;
+    for (int64_t i = 0; i < rotary_dim / 2; ++i) {
+      cosines[2 * i] = cosines[2 * i + 1] = cosines_[i];
+      sines[2 * i] = -sines_[i];
+      sines[2 * i + 1] = sines_[i];
     }
-    return;
+    cosines_ = cosines;
+    sines_ = sines;
   }
-  for (int64_t i = 0; i < half; i += kLanes) {
-    const int64_t lanes = min_i(kLanes, half - i);
-    const Vec a = vload_n(x + i, lanes), b = vload_n(x + half + i, lanes), c = vload_n(cosines + i, lanes), s = vload_n(sines + i, lanes);
-    vstore_n(x + i, vsub(vmul(a, c), vmul(b, s)), lanes);
-    vstore_n(x + half + i, vfma(a, s, vmul(b, c)), lanes);
+
+  // In place.
+  __attribute__((always_inline)) void apply(float* x) const {
+    if (interleaved_) {
+      for (int64_t i = 0; i < size_; i += kLanes) {
+        const int64_t n = min_i(kLanes, size_ - i);
+        const Vec value = vload_n(x + i, n);
+        vstore_n(x + i, vfma(vload_n(cosines_ + i, n), value, vmul(vload_n(sines_ + i, n), vswap_pairs(value))), n);
+      }
+      return;
+    }
+    const int64_t half = size_ / 2;
+    for (int64_t i = 0; i < half; i += kLanes) {
+      const int64_t n = min_i(kLanes, half - i);
+      const Vec a = vload_n(x + i, n), b = vload_n(x + half + i, n), c = vload_n(cosines_ + i, n), s = vload_n(sines_ + i, n);
+      vstore_n(x + i, vsub(vmul(a, c), vmul(b, s)), n);
+      vstore_n(x + half + i, vfma(a, s, vmul(b, c)), n);
+    }
   }
-}
+
+ private:
+  const float *cosines_, *sines_;
+  int64_t size_;
+  bool interleaved_;
+};
 
 // Row `token` of a packed table as floats [k].
 void embedding_row(const LinearView& table, int64_t token, float* out);

@@ -2,6 +2,7 @@
 #include "step.h"
 
 #include "../kernels/thread_pool.h"
+#include "attention_plan.h"
 #include "gemm_run.h"
 #include "layouts.h"
 #include "rows.h"
@@ -36,28 +37,6 @@ Activations for_linear(const Activations& a, const LinearView& w) {
   return out;
 }
 
-int64_t count_tasks(const ModelView& m, const StepArgs& s) {
-  const int64_t per_task = queries_per_task(m.shape.num_heads / m.shape.num_kv_heads);
-  int64_t n = 0;
-  for (int64_t i = 0; i < s.num_seqs; ++i) n += ceil_div(s.query_starts[i + 1] - s.query_starts[i], per_task) * m.shape.num_kv_heads;
-  return n;
-}
-
-// The last queries of a prefill see the most keys: they come first, so that no thread ends with one.
-void fill_tasks(const ModelView& m, const StepArgs& s, AttentionTask* tasks) {
-  const int64_t per_task = queries_per_task(m.shape.num_heads / m.shape.num_kv_heads);
-  int64_t n = 0;
-  for (int64_t i = 0; i < s.num_seqs; ++i) {
-    const int64_t begin = s.query_starts[i], length = s.query_starts[i + 1] - begin, start = s.context_lens[i] - length;
-    for (int64_t t = ceil_div(length, per_task) - 1; t >= 0; --t) {
-      const int64_t first = t * per_task, count = min_i(per_task, length - first);
-      for (int64_t head = 0; head < m.shape.num_kv_heads; ++head) {
-        tasks[n++] = {static_cast<int32_t>(begin + first), static_cast<int32_t>(count), static_cast<int32_t>(start + first), static_cast<int32_t>(head), static_cast<int32_t>(i)};
-      }
-    }
-  }
-}
-
 int64_t scratch_bytes(const ModelView& m) {
   const int64_t bytes = attention_scratch_bytes(m.shape.head_dim) + 4 * m.shape.hidden + 64;
   return ceil_div(bytes, 64) * 64 + 64;
@@ -86,8 +65,12 @@ Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* b
   w.context = cut_activations(&cutter, layer.output, layer.output, t);
   w.product = cut_activations(&cutter, layer.down, layer.down, t);
   w.last = cut_activations(&cutter, m.head, m.head, r);
-  w.num_tasks = count_tasks(m, s);
-  w.tasks = cutter.take<AttentionTask>(w.num_tasks);
+  w.plan = {};
+  plan_attention(m.shape, s, num_threads, &w.plan);
+  w.plan.tasks = cutter.take<AttentionTask>(w.plan.num_tasks);
+  w.plan.splits = cutter.take<AttentionSplit>(w.plan.num_splits);
+  w.arrived = cutter.take<uint32_t>(w.plan.num_splits * m.shape.num_layers);
+  w.partials = cutter.take<float>(w.plan.num_partials);
   w.scratch_bytes = scratch_bytes(m);
   w.scratch = cutter.take<uint8_t>(num_threads * w.scratch_bytes);
   w.best_values = cutter.take<float>(num_threads * r);
@@ -168,15 +151,17 @@ struct Step {
 
   void rotate_and_store(Member& me, const LayerView& layer, const KvLayer& c) const {
     const ModelShape& p = m.shape;
-    for_tasks(me, s.num_tokens, 1, [&](int64_t first, int64_t last) {
+    // Neighbours in a sequence share cache lines of the keys and values.
+    const int64_t grain = max_i(1, min_i(16, s.num_tokens / (4 * me.team->num_threads)));
+    for_tasks(me, s.num_tokens, grain, [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) {
         float* const row = w.qkv + t * w.qkv_stride;
-        const float* const cos_sin = m.cos_sin + s.positions[t] * p.rotary_dim;
+        const Rotation rotation(m.cos_sin + s.positions[t] * p.rotary_dim, p.rotary_dim, p.rope_interleaved != 0, reinterpret_cast<float*>(scratch(me)));
         for (int64_t h = 0; h < p.num_heads + p.num_kv_heads; ++h) {
           float* const head = row + h * p.head_dim;
           const float* const norm = h < p.num_heads ? layer.query_norm : layer.key_norm;
           if (norm != nullptr) norm_row(head, norm, p.head_dim, p.rms_epsilon, head);
-          rotate_head(head, cos_sin, p.rotary_dim, p.rope_interleaved != 0);
+          rotation.apply(head);
         }
         if (s.slot_mapping[t] < 0) continue;
         const float *const keys = row + p.num_heads * p.head_dim, *const values = keys + p.num_kv_heads * p.head_dim;
@@ -185,10 +170,15 @@ struct Step {
     });
   }
 
-  void attend(Member& me, const KvLayer& c) const {
-    const AttentionInput in{c, w.qkv, w.qkv_stride, w.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale * kLog2E};
-    for_tasks(me, w.num_tasks, 1, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) attention(in, w.tasks[i], scratch(me));
+  void attend(Member& me, int64_t l) const {
+    const AttentionPlan& plan = w.plan;
+    const AttentionInput in{cache(l), w.qkv, w.qkv_stride, w.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale * kLog2E,
+                            plan.splits, w.arrived + l * plan.num_splits, w.partials};
+    // A thread prefetches the beginning of the task after the one it has, so several in a row should be its own;
+    // those of a prefill differ too much in size for that, and need it less.
+    const int64_t grain = s.num_tokens == s.num_seqs ? max_i(1, plan.num_tasks / (6 * me.team->num_threads)) : 1;
+    for_tasks(me, plan.num_tasks, grain, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) attention(in, plan.tasks[i], plan.tasks[min_i(i + 1, plan.num_tasks - 1)], scratch(me));
     });
   }
 
@@ -290,7 +280,7 @@ struct Step {
       norm_and_quantize(me, layer.input_norm, for_linear(w.input, layer.qkv));
       project_qkv(me, layer);
       rotate_and_store(me, layer, c);
-      attend(me, c);
+      attend(me, l);
       quantize(me, w.attended, m.shape.num_heads * m.shape.head_dim, m.shape.num_heads * m.shape.head_dim, for_linear(w.context, layer.output));
       project_and_add(me, layer.output, for_linear(w.context, layer.output));
       norm_and_quantize(me, layer.post_attention_norm, for_linear(w.input, layer.gate_up));
@@ -331,8 +321,9 @@ void embedding_row(const LinearView& table, int64_t token, float* out) {
 int64_t step_bytes(const ModelView& model, const StepArgs& args, int num_threads) { return cut(model, args, num_threads, nullptr).num_bytes; }
 
 void run_step(const ModelView& model, const StepArgs& args, void* memory, int num_threads) {
-  const Workspace workspace = cut(model, args, num_threads, static_cast<uint8_t*>(memory));
-  fill_tasks(model, args, workspace.tasks);
+  Workspace workspace = cut(model, args, num_threads, static_cast<uint8_t*>(memory));
+  plan_attention(model.shape, args, num_threads, &workspace.plan);
+  for (int64_t i = 0; i < workspace.plan.num_splits * model.shape.num_layers; ++i) workspace.arrived[i] = 0;
   // Of every thread, whether or not it comes in time to do anything.
   for (int64_t i = 0; i < num_threads * args.num_samples; ++i) workspace.best_values[i] = -3.4e38f, workspace.best_ids[i] = 0x7fffffff;
   const Step step{model, args, workspace};

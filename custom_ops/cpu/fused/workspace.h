@@ -1,7 +1,7 @@
 // The step's memory: one allocation, cut into the arrays of each phase.
 #pragma once
 
-#include "attention.h"
+#include "attention_plan.h"
 #include "activations.h"
 #include "gemm.h"
 #include "team.h"
@@ -17,8 +17,9 @@ struct Workspace {
   float* gated;     // [T][intermediate rounded up]: silu(gate) * up, where it is not quantized at once
   float* samples;   // [R][hidden]: rows that get logits, after the last norm
   Activations input, context, product, last;
-  AttentionTask* tasks;
-  int64_t num_tasks;
+  AttentionPlan plan;
+  uint32_t* arrived;  // [layers][splits]
+  float* partials;    // of the splits
   uint8_t* scratch;  // [threads][scratch_bytes]
   int64_t scratch_bytes;
   float* best_values;   // [threads][R]

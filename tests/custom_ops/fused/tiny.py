@@ -9,13 +9,12 @@ import numpy as np
 from fastengine.custom_ops.fused import ARENA_ALIGNMENT, FusedCache, FusedModel, FusedShape, KvType, Layout, Packing, Source, SourceKind, load_library
 from fastengine.custom_ops.library import LIBRARY_PATH
 
-HEAD_DIM = 32
 SHAPE = {
     "num_layers": 2,
     "hidden": 96,
     "num_heads": 4,
     "num_kv_heads": 2,
-    "head_dim": HEAD_DIM,
+    "head_dim": 32,
     "intermediate": 160,
     "vocab": 300,
     "rms_epsilon": 1e-5,
@@ -24,8 +23,8 @@ BLOCK_SIZE = 16
 CACHE_DTYPES = {KvType.FLOAT32: np.float32, KvType.BFLOAT16: np.uint16, KvType.INT8: np.uint8}
 
 
-def cos_sin(max_position: int = 512) -> np.ndarray:
-    angles = np.arange(max_position)[:, None] * 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+def cos_sin(head_dim: int, max_position: int = 1024) -> np.ndarray:
+    angles = np.arange(max_position)[:, None] * 10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
@@ -59,9 +58,13 @@ class TinyModel:
         qk_norm: bool = False,
         interleaved: bool = False,
         tied: bool = True,
+        **changes: int,
     ):
         rng = np.random.default_rng(11)
-        self.shape = FusedShape(**SHAPE, cos_sin=cos_sin(), rope_interleaved=interleaved, tied=tied, qk_norm=qk_norm, attention_bias=bias)
+        sizes = {**SHAPE, **changes}
+        self.shape = FusedShape(
+            **sizes, cos_sin=cos_sin(sizes["head_dim"]), rope_interleaved=interleaved, tied=tied, qk_norm=qk_norm, attention_bias=bias
+        )
         self.fused = FusedModel(load_library(LIBRARY_PATH), self.shape, Packing(layout), num_threads, isa=isa)
         self.fused_arena = new_arena(self.fused)
         self.fused.bind(self.fused_arena)
@@ -141,7 +144,7 @@ class TinyModel:
         return norm(x, get["final_norm", -1]) @ head.T
 
     def _rotated(self, x: np.ndarray) -> np.ndarray:
-        half = HEAD_DIM // 2
+        half = self.shape.head_dim // 2
         table = self.shape.cos_sin[: len(x), None, :].astype(np.float64)
         c, sn, out = table[..., :half], table[..., half:], np.empty_like(x)
         first, second = (slice(0, None, 2), slice(1, None, 2)) if self.shape.rope_interleaved else (slice(half), slice(half, None))

@@ -1,0 +1,62 @@
+// Which attention tasks a step has, for how many threads.
+#pragma once
+
+#include "attention.h"
+
+namespace fastengine {
+namespace FE_ISA {
+
+constexpr int64_t kTasksPerThread = 4;  // of about equal cost, at least, where splitting can give them
+
+// Cost of a task: chunks times groups of rows.
+FE_INLINE int64_t cost_of(int64_t num_queries, int64_t heads, int64_t num_chunks) { return ceil_div(num_queries * heads, kGroupRows) * num_chunks; }
+
+// Calls visit(seq, first query, num_queries, num_chunks) for each run of queries that are walked together.
+// The last queries of a prefill see the most keys: they come first, so that no thread ends with one.
+template <typename Visit>
+FE_INLINE void for_query_runs(const ModelShape& shape, const StepArgs& s, const Visit& visit) {
+  const int64_t per_task = queries_per_task(shape.num_heads / shape.num_kv_heads);
+  for (int64_t i = 0; i < s.num_seqs; ++i) {
+    const int64_t length = s.query_starts[i + 1] - s.query_starts[i], start = s.context_lens[i] - length;
+    for (int64_t t = ceil_div(length, per_task) - 1; t >= 0; --t) {
+      const int64_t first = t * per_task, count = min_i(per_task, length - first);
+      visit(i, first, count, ceil_div(start + first + count, kChunk));
+    }
+  }
+}
+
+// Where splits, tasks and partial results go, or with null pointers how many there are.
+struct AttentionPlan {
+  AttentionTask* tasks;
+  AttentionSplit* splits;
+  int64_t num_tasks, num_splits, num_partials;
+};
+
+// A run of queries is split over several tasks where it would hold up the other threads. That changes who
+// computes a chunk, and no result: see attention.h.
+FE_INLINE void plan_attention(const ModelShape& shape, const StepArgs& s, int num_threads, AttentionPlan* plan) {
+  const int64_t kv_heads = shape.num_kv_heads, heads = shape.num_heads / kv_heads;
+  int64_t total = 0;
+  for_query_runs(shape, s, [&](int64_t, int64_t, int64_t count, int64_t chunks) { total += kv_heads * cost_of(count, heads, chunks); });
+  const int64_t share = max_i(1, total / (kTasksPerThread * num_threads));
+  plan->num_tasks = plan->num_splits = plan->num_partials = 0;
+  for_query_runs(shape, s, [&](int64_t seq, int64_t first, int64_t count, int64_t chunks) {
+    const int64_t parts = num_threads == 1 ? 1 : min_i(chunks, ceil_div(2 * cost_of(count, heads, chunks), 3 * share));
+    const int64_t token = s.query_starts[seq] + first, position = s.context_lens[seq] - (s.query_starts[seq + 1] - s.query_starts[seq]) + first;
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      const int64_t split = parts > 1 ? plan->num_splits++ : -1;
+      if (split >= 0) {
+        if (plan->splits != nullptr) plan->splits[split] = {plan->num_partials, static_cast<int32_t>(parts), static_cast<int32_t>(chunks)};
+        plan->num_partials += chunks * partial_floats(count * heads, shape.head_dim);
+      }
+      for (int64_t part = 0; part < parts; ++part, ++plan->num_tasks) {
+        if (plan->tasks == nullptr) continue;
+        plan->tasks[plan->num_tasks] = {static_cast<int32_t>(token), static_cast<int32_t>(count), static_cast<int32_t>(position), static_cast<int32_t>(head), static_cast<int32_t>(seq),
+                                        static_cast<int32_t>(part * chunks / parts), static_cast<int32_t>((part + 1) * chunks / parts), static_cast<int32_t>(split)};
+      }
+    }
+  });
+}
+
+}  // namespace FE_ISA
+}  // namespace fastengine

@@ -1,0 +1,150 @@
+// What attention does whatever its cache holds: chunks, groups of rows, splits.
+//
+// A Kernel has
+//   Kernel(in, task, scratch)         takes the task's query rows
+//   Chunk chunk_at(in, task, chunk)   where the chunk's keys and values are
+//   void prepare(chunk, next, visible)   once per chunk, before its groups; `visible` positions are written
+//   group<kRows>(chunk, next, first_row, counts, masked, target)
+// and group() leaves a chunk's maxima and sums in target.maxima and .sums of its rows, and adds its weighted
+// values to target.out as target.fold says.
+#pragma once
+
+#include "softmax.h"
+
+#define FE_MEMBER inline __attribute__((always_inline))
+
+namespace fastengine {
+namespace FE_ISA {
+
+// Where a group's rows of one chunk go. With a state they are folded into `out`, else `out` is overwritten
+// with them, and `maxima` and `sums` are kept beside.
+struct GroupTarget {
+  float* maxima;  // of the state, or of the chunk
+  float* sums;
+  float* out;  // [rows][head_dim]
+  bool folds;
+};
+
+// Factors per row for the old and new values of GroupTarget::out, and maxima and sums brought up to date.
+struct RowFactors {
+  alignas(64) float kept[kLanes], added[kLanes];
+};
+
+FE_INLINE void settle(const GroupTarget& target, const float* maxima, const float* sums, int64_t num_rows, RowFactors* factors) {
+  const RowState chunk{vload_n(maxima, num_rows), vload_n(sums, num_rows)};
+  if (!target.folds) {
+    vstore_n(target.maxima, chunk.maximum, num_rows);
+    vstore_n(target.sums, chunk.sum, num_rows);
+    return;
+  }
+  RowState state{vload_n(target.maxima, num_rows), vload_n(target.sums, num_rows)};
+  const Fold fold = fold_rows(&state, chunk);
+  vstore_n(target.maxima, state.maximum, num_rows);
+  vstore_n(target.sums, state.sum, num_rows);
+  vstore(factors->kept, fold.kept);
+  vstore(factors->added, fold.added);
+}
+
+FE_INLINE void put(const GroupTarget& target, const RowFactors& factors, int64_t row, Vec values, float* out) {
+  vstore(out, target.folds ? vfma(values, vset(factors.added[row]), vmul(vload(out), vset(factors.kept[row]))) : values);
+}
+
+// The 16-position pieces of chunk `chunk`. Pieces behind the end repeat the last one: they are read, but
+// count for nothing.
+template <typename Visit>
+FE_INLINE void for_pieces(const AttentionInput& in, const AttentionTask& task, int64_t chunk, const Visit& visit) {
+  const KvLayer& c = in.cache;
+  const int32_t* const table = in.block_tables + task.seq * in.max_blocks;
+  const int64_t last = (task.first_position + task.num_queries - 1) / 16 * 16;
+  for (int64_t i = 0; i < kChunk / 16; ++i) {
+    const int64_t position = min_i(chunk * kChunk + 16 * i, last), offset = position % c.block_size;
+    visit(i, (table[position / c.block_size] * c.num_kv_heads + task.kv_head) * c.block_size, offset);
+  }
+}
+
+template <typename Kernel>
+FE_INLINE void walk_rows(Kernel& kernel, int64_t num_rows, const typename Kernel::Chunk& chunk, const typename Kernel::Chunk& next, int64_t first, const int64_t* counts,
+                         bool masked, const GroupTarget& target) {
+  switch (num_rows) {
+    case 1: return kernel.template group<1>(chunk, next, first, counts, masked, target);
+    case 2: return kernel.template group<2>(chunk, next, first, counts, masked, target);
+    case 3: return kernel.template group<3>(chunk, next, first, counts, masked, target);
+    case 4: return kernel.template group<4>(chunk, next, first, counts, masked, target);
+    case 5: return kernel.template group<5>(chunk, next, first, counts, masked, target);
+    default: return kernel.template group<6>(chunk, next, first, counts, masked, target);
+  }
+}
+
+// Writes the rows' outputs, divided by their sums.
+FE_INLINE void finish(const AttentionInput& in, const AttentionTask& task, const float* sums, const float* out) {
+  const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads;
+  for (int64_t r = 0; r < task.num_queries * heads; ++r) {
+    float* const target = in.out + (task.first_token + r / heads) * in.num_heads * d + (task.kv_head * heads + r % heads) * d;
+    const Vec inverse = vset(1.0f / sums[r]);
+    for (int64_t i = 0; i < d; i += kLanes) vstore(target + i, vmul(vload(out + r * d + i), inverse));
+  }
+}
+
+// Folds the results of all chunks, as a single walk would have done.
+FE_INLINE void fold_split(const AttentionInput& in, const AttentionTask& task, const float* partials, int64_t num_chunks, float* out) {
+  const int64_t d = in.cache.head_dim, num_rows = task.num_queries * (in.num_heads / in.cache.num_kv_heads);
+  alignas(64) float maxima[kTaskRows], sums[kTaskRows];
+  for (int64_t r = 0; r < kTaskRows; ++r) maxima[r] = -3.0e38f, sums[r] = 0.0f;
+  for (int64_t i = 0; i < num_rows * d; i += kLanes) vstore(out + i, vzero());
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk, partials += partial_floats(num_rows, d)) {
+    for (int64_t first = 0; first < num_rows; first += kLanes) {
+      const int64_t n = min_i(kLanes, num_rows - first);
+      const GroupTarget target{maxima + first, sums + first, out + first * d, true};
+      RowFactors factors;
+      settle(target, partials + first, partials + kTaskRows + first, n, &factors);
+      for (int64_t r = 0; r < n; ++r) {
+        const float* const values = partials + 2 * kTaskRows + (first + r) * d;
+        for (int64_t i = 0; i < d; i += kLanes) put(target, factors, r, vload(values + i), target.out + r * d + i);
+      }
+    }
+  }
+  finish(in, task, sums, out);
+}
+
+// scratch: the rows' output [kTaskRows][head_dim], then the kernel's own.
+template <typename Kernel>
+FE_INLINE void walk(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next_task, void* scratch) {
+  const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads, num_rows = task.num_queries * heads;
+  float* const out = static_cast<float*>(scratch);
+  Kernel kernel(in, task, out + kTaskRows * d);
+  alignas(64) float maxima[kTaskRows], sums[kTaskRows];
+  const bool is_split = task.split >= 0;
+  for (int64_t r = 0; r < kTaskRows; ++r) maxima[r] = -3.0e38f, sums[r] = 0.0f;
+  if (!is_split) {
+    for (int64_t i = 0; i < num_rows * d; i += kLanes) vstore(out + i, vzero());
+  }
+  float* const partials = is_split ? in.partials + in.splits[task.split].partials_at : nullptr;
+  const int64_t end = task.first_position + task.num_queries;
+  typename Kernel::Chunk chunk = kernel.chunk_at(in, task, task.first_chunk);
+  for (int64_t i = task.first_chunk; i < task.last_chunk; ++i) {
+    const int64_t begin = i * kChunk, visible = min_i(kChunk, end - begin);
+    const typename Kernel::Chunk next = i + 1 < task.last_chunk ? kernel.chunk_at(in, task, i + 1) : kernel.chunk_at(in, next_task, next_task.first_chunk);
+    kernel.prepare(chunk, next, visible);
+    float* const results = partials + i * partial_floats(num_rows, d);
+    for (int64_t first = 0; first < num_rows; first += kGroupRows) {
+      const int64_t n = min_i(kGroupRows, num_rows - first);
+      int64_t counts[kGroupRows];
+      for (int64_t r = 0; r < n; ++r) counts[r] = max_i(0, min_i(kChunk, task.first_position + (first + r) / heads + 1 - begin));
+      const GroupTarget target = is_split ? GroupTarget{results + first, results + kTaskRows + first, results + 2 * kTaskRows + first * d, false}
+                                          : GroupTarget{maxima + first, sums + first, out + first * d, true};
+      // A row that sees nothing of this chunk folds in zeros; a group that sees nothing has nothing to fold.
+      if (counts[n - 1] > 0 || is_split) walk_rows(kernel, n, chunk, next, first, counts, counts[0] < visible, target);
+    }
+    chunk = next;
+  }
+  if (!is_split) {
+    finish(in, task, sums, out);
+    return;
+  }
+  const AttentionSplit& split = in.splits[task.split];
+  if (__atomic_add_fetch(in.arrived + task.split, 1, __ATOMIC_ACQ_REL) != static_cast<uint32_t>(split.num_tasks)) return;
+  fold_split(in, task, partials, split.num_chunks, out);
+}
+
+}  // namespace FE_ISA
+}  // namespace fastengine

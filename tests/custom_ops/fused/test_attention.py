@@ -1,0 +1,91 @@
+"""Attention of the fused step: any shape against the formulas, and any way to share the work against any other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastengine.custom_ops.fused import KvType, Layout, Source, SourceKind
+
+from .test_step import isa_argument, relative_error
+from .tiny import Row, TinyCache, TinyModel, step
+
+# Relative to the logits' standard deviation.
+TOLERANCE = {KvType.FLOAT32: 2e-4, KvType.BFLOAT16: 0.03, KvType.INT8: 0.06}
+HEADS = [(1, 1), (3, 3), (4, 2), (9, 3), (7, 1), (8, 2), (24, 1)]
+
+
+def cache_and_blocks(model: TinyModel, kv_type: KvType, block_size: int, length: int, seed: int) -> tuple[TinyCache, list[int]]:
+    """A cache whose unused memory is not zero, and a block table in no order."""
+    rng = np.random.default_rng(seed)
+    num_blocks = -(-length // block_size)
+    cache = TinyCache(kv_type, model.shape, num_blocks + 3, block_size)
+    for pool in cache.pools:
+        pool.reshape(-1).view(np.uint8)[:] = rng.integers(0, 100, pool.nbytes, np.uint8)
+    for scale in cache.scales:
+        scale[:] = np.nan
+    return cache, rng.permutation(num_blocks + 3)[:num_blocks].tolist()
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    heads=st.sampled_from(HEADS),
+    head_dim=st.sampled_from([16, 32, 48, 64, 96, 128]),
+    block_size=st.sampled_from([16, 32, 48, 64, 128]),
+    length=st.sampled_from([1, 15, 64, 127, 128, 129, 203, 300]),
+    interleaved=st.booleans(),
+)
+@pytest.mark.parametrize("kv_type", list(KvType))
+def test_any_shape_equals_the_formulas(
+    isa: str, kv_type: KvType, heads: tuple[int, int], head_dim: int, block_size: int, length: int, interleaved: bool
+) -> None:
+    model = TinyModel(
+        Layout.FLOAT32, isa_argument(isa), interleaved=interleaved, num_layers=1, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim
+    )
+    tokens = np.random.default_rng(length).integers(0, 300, length)
+    cache, blocks = cache_and_blocks(model, kv_type, block_size, length, seed=7)
+    got = step(model.fused, cache, [Row(tokens, 0, blocks)])
+    assert relative_error(got, model.logits(tokens)) < TOLERANCE[kv_type]
+    model.fused.close()
+
+
+@pytest.mark.parametrize("kv_type", list(KvType))
+def test_threads_that_share_a_context_change_nothing(isa: str, kv_type: KvType) -> None:
+    """The last tokens of a long sequence, one by one and in small chunks, with few and many threads, alone and beside another."""
+    model = TinyModel(Layout.INT8, isa_argument(isa), num_heads=6, num_kv_heads=2)
+    rng = np.random.default_rng(8)
+    tokens, short = rng.integers(0, 300, 700), rng.integers(0, 300, 40)
+    model.fused.num_threads = 1
+    cache, blocks = cache_and_blocks(model, kv_type, 32, 700, seed=8)
+    alone = step(model.fused, cache, [Row(tokens, 0, blocks)])
+    cache, blocks = cache_and_blocks(model, kv_type, 32, 700, seed=9)
+    step(model.fused, cache, [Row(tokens[:640], 0, blocks)])
+    done = 640
+    spare = sorted(set(range(len(cache.pools[0]))) - set(blocks))
+    for threads, length, beside in ((1, 1, False), (2, 1, False), (5, 1, True), (3, 11, False), (5, 2, True), (4, 44, False)):
+        model.fused.num_threads = threads
+        rows = [Row(short, 0, spare)] if beside else []
+        rows.append(Row(tokens[done : done + length], done, blocks))
+        np.testing.assert_array_equal(step(model.fused, cache, rows)[-length:], alone[done : done + length])
+        done += length
+    model.fused.close()
+
+
+@pytest.mark.parametrize("kv_type", list(KvType))
+def test_values_of_zero_and_of_different_size(isa: str, kv_type: KvType) -> None:
+    """Value rows that are zero or a thirtieth of the others' size, as at the first token of real models."""
+    model = TinyModel(Layout.FLOAT32, isa_argument(isa), num_layers=1)
+    shape = model.shape
+    table = model.weights["embedding", -1].copy()
+    table[:2] = 0.0
+    table[2:4] *= 1e-3
+    model.weights["embedding", -1] = table
+    model.fused.set_rows("embedding", Source(table, SourceKind.FLOAT32, shape.vocab))
+    tokens = np.concatenate([[0, 1], np.random.default_rng(9).integers(0, 300, 200), [2, 0, 3, 1]])
+    cache, blocks = cache_and_blocks(model, kv_type, 16, tokens.size, seed=9)
+    got = step(model.fused, cache, [Row(tokens, 0, blocks)])
+    assert np.isfinite(got).all()
+    assert relative_error(got, model.logits(tokens)) < 2 * TOLERANCE[kv_type]
+    model.fused.close()
