@@ -9,7 +9,7 @@ namespace FE_ISA {
 
 using namespace fused;
 
-// Tiles of up to 12 rows. In a tile of R rows, four consecutive k's of a row are one dword:
+// Tiles of up to 16 rows. In a tile of R rows, four consecutive k's of a row are one dword:
 //
 //   values  [k / 4][R][4] s8      scales, offsets, sums, starts  [k / 32][R]
 //
@@ -32,10 +32,18 @@ constexpr int32_t kMagicBits = 0x4b400000;
 
 FE_INLINE int64_t rows_of_tile(int64_t num_rows, int64_t tile) { return min_i(kTileRows, num_rows - tile * kTileRows); }
 
-// Quantizes blocks of 32: x = scale * q, |q| <= 127. Values at and after `k` count as zero. `x` need not be padded.
-void quantize_row(const float* x, int64_t k, int64_t row, const Activations& out);
-// One block of one row.
-void quantize_block(const float* x, int64_t row, int64_t block, const Activations& out);
+// What becomes the rows of one tile: value i of row r is x[r * stride + i - first], for i below k; with
+// `weight`, each is multiplied by its row's factor and then by its column's weight.
+struct TileSource {
+  const float* x;
+  int64_t stride, first, k;
+  const float* weight;
+  float factors[kTileRows];
+};
+
+// Quantizes blocks [first_block, last_block) of a tile's rows: x = scale * q, |q| <= 127. Values at and
+// after `k` count as zero and are not read. What a row becomes does not depend on the others.
+void quantize_tile(const TileSource& source, int64_t tile, int64_t first_block, int64_t last_block, const Activations& out);
 
 }  // namespace FE_ISA
 }  // namespace fastengine

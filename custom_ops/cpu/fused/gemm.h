@@ -7,7 +7,7 @@ namespace fastengine {
 namespace FE_ISA {
 
 // Rows of activations that pass over a panel together: their sums stay in the first-level cache.
-constexpr int64_t kChunkTiles = 8;
+constexpr int64_t kChunkTiles = 6;
 constexpr int64_t kChunkRows = kChunkTiles * kTileRows;
 
 // out[row][32] = activations of `num_tiles` tiles from `first_tile` on, times one panel; without bias. The

@@ -58,19 +58,19 @@ FE_INLINE Weights<kBits> load_weights(const uint8_t* block, int64_t column) {
 
 // One block's activations of a tile, from one row on.
 struct BlockRows {
-  const int32_t* values;  // [quad][stride]
-  int64_t stride;
+  const int32_t* values;  // [quad][rows of the tile]
   const float *scales, *offsets, *sums;
   const int32_t* starts;
 };
 
+// `stride`: the rows of the tile.
 template <int kBits, int kRows>
-FE_INLINE void add_rows(const Weights<kBits>& w, const BlockRows& x, float* out) {
+FE_INLINE void add_rows(const Weights<kBits>& w, const BlockRows& x, int64_t stride, float* out) {
   IVec sums[kRows][2];
   for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = iset(kBits == 8 ? x.starts[r] : kMagicBits);
   for (int q = 0; q < kQuads; ++q) {
     for (int r = 0; r < kRows; ++r) {
-      const IVec value = iset(x.values[q * x.stride + r]);
+      const IVec value = iset(x.values[q * stride + r]);
       add_dots(sums[r][0], w.quads[q][0], value);
       add_dots(sums[r][1], w.quads[q][1], value);
     }
@@ -87,6 +87,31 @@ FE_INLINE void add_rows(const Weights<kBits>& w, const BlockRows& x, float* out)
 }
 
 template <int kBits>
+FE_INLINE void add_tile(const Weights<kBits>& w, BlockRows x, int64_t rows, float* out) {
+  int64_t left = rows;
+  const auto advance = [&](int64_t n) {
+    x.values += n, x.scales += n, x.offsets += n, x.sums += n, x.starts += n;
+    out += n * kPanel, left -= n;
+  };
+  for (; left >= kMaxRows; advance(kMaxRows)) add_rows<kBits, kMaxRows>(w, x, rows, out);
+  if (left == 3) add_rows<kBits, 3>(w, x, rows, out);
+  if (left == 2) add_rows<kBits, 2>(w, x, rows, out);
+  if (left == 1) add_rows<kBits, 1>(w, x, rows, out);
+}
+
+// A tile that is full: its rows are known, and so is what the next block needs.
+template <int kBits>
+FE_INLINE void add_full_tile(const Weights<kBits>& w, BlockRows x, float* out) {
+#pragma GCC unroll 1
+  for (int64_t r = 0; r < kTileRows; r += kMaxRows) {
+    for (int64_t line = 0; line < 2; ++line) __builtin_prefetch(x.values + kQuads * kTileRows + r * kQuads + line * 16);
+    add_rows<kBits, kMaxRows>(w, x, kTileRows, out);
+    x.values += kMaxRows, x.scales += kMaxRows, x.offsets += kMaxRows, x.sums += kMaxRows, x.starts += kMaxRows;
+    out += kMaxRows * kPanel;
+  }
+}
+
+template <int kBits>
 FE_INLINE void panel_rows(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out) {
   constexpr int64_t kBytes = kBits == 8 ? kInt8BlockBytes : kInt4BlockBytes;
   constexpr int64_t kAhead = 2 * kBytes;
@@ -98,17 +123,13 @@ FE_INLINE void panel_rows(const uint8_t* panel, const Activations& a, int64_t fi
       const Weights<kBits> w = load_weights<kBits>(panel, v * kLanes);
       for (int64_t tile = first_tile; tile < first_tile + num_tiles; ++tile) {
         const int64_t rows = rows_of_tile(a.num_rows, tile), row = tile * kTileRows, at = row * num_blocks + b * rows;
-        BlockRows x{reinterpret_cast<const int32_t*>(a.values + row * a.padded_k) + b * kQuads * rows, rows, a.scales + at, a.offsets + at, a.sums + at, a.starts + at};
-        float* target = out + (row - first_tile * kTileRows) * kPanel + v * kLanes;
-        int64_t left = rows;
-        const auto advance = [&](int64_t n) {
-          x.values += n, x.scales += n, x.offsets += n, x.sums += n, x.starts += n;
-          target += n * kPanel, left -= n;
-        };
-        for (; left >= kMaxRows; advance(kMaxRows)) add_rows<kBits, kMaxRows>(w, x, target);
-        if (left == 3) add_rows<kBits, 3>(w, x, target);
-        if (left == 2) add_rows<kBits, 2>(w, x, target);
-        if (left == 1) add_rows<kBits, 1>(w, x, target);
+        const BlockRows x{reinterpret_cast<const int32_t*>(a.values + row * a.padded_k) + b * kQuads * rows, a.scales + at, a.offsets + at, a.sums + at, a.starts + at};
+        float* const target = out + (row - first_tile * kTileRows) * kPanel + v * kLanes;
+        if (rows == kTileRows) {
+          add_full_tile<kBits>(w, x, target);
+        } else {
+          add_tile<kBits>(w, x, rows, target);
+        }
       }
     }
   }

@@ -30,8 +30,7 @@ FE_INLINE void add_bias(const float* bias, int64_t num_rows, float* out) {
 template <int kPanels, typename Epilogue>
 FE_INLINE void run_gemm(Member& me, const LinearView& w, const Activations& a, const Epilogue& epilogue) {
   const int64_t num_tasks = ceil_div(w.num_panels, kPanels), num_tiles = ceil_div(a.num_rows, kTileRows);
-  const int64_t grain = max_i(1, num_tasks / (8 * me.team->num_threads));
-  for_tasks(me, num_tasks, grain, [&](int64_t first, int64_t last) {
+  for_tasks(me, num_tasks, 1, [&](int64_t first, int64_t last) {
     alignas(64) float values[kPanels][kChunkRows * kPanel];
     for (int64_t task = first; task < last; ++task) {
       const int64_t panel = task * kPanels, num_panels = min_i(kPanels, w.num_panels - panel);

@@ -5,7 +5,18 @@ namespace fastengine {
 namespace FE_ISA {
 namespace {
 
-Vec vabs(Vec x) { return vmax(x, vsub(vzero(), x)); }
+constexpr int kVecs = kBlockK / kLanes;
+
+FE_INLINE Vec vabs(Vec x) { return vmax(x, vsub(vzero(), x)); }
+
+// 32 values of a row, the row's factor and the columns' weights applied.
+FE_INLINE void load_block(const TileSource& s, int64_t row, int64_t block, Vec* out) {
+  for (int i = 0; i < kVecs; ++i) {
+    const int64_t at = block * kBlockK + i * kLanes, lanes = max_i(0, min_i(kLanes, s.k - at));
+    out[i] = vload_n(s.x + row * s.stride + at - s.first, lanes);
+    if (s.weight != nullptr) out[i] = vmul(vmul(out[i], vset(s.factors[row])), vload_n(s.weight + at, lanes));
+  }
+}
 
 // 32 values as s8, and their sum.
 #if defined(__AVX512F__)
@@ -30,49 +41,137 @@ FE_INLINE int32_t to_bytes(const Vec* x, Vec inverse, int32_t* dwords) {
 }
 #endif
 
-constexpr int kVecs = kBlockK / kLanes;
+// Where a tile's rows lie.
+struct TileTarget {
+  int64_t num_rows;
+  int32_t* values;
+  float *scales, *offsets, *sums;
+  int32_t* starts;
+};
 
-FE_INLINE void quantize_vecs(const Vec* x, int64_t row, int64_t block, const Activations& out) {
-  const int64_t tile = row / kTileRows, lane = row % kTileRows, num_rows = rows_of_tile(out.num_rows, tile);
+TileTarget target_of(const Activations& out, int64_t tile) {
+  const int64_t row = tile * kTileRows, at = row * (out.padded_k / kBlockK);
+  return {rows_of_tile(out.num_rows, tile), reinterpret_cast<int32_t*>(out.values + row * out.padded_k), out.scales + at, out.offsets + at, out.sums + at, out.starts + at};
+}
+
+constexpr uint32_t kScaleBits = ~3u;
+
+// One row's block by itself.
+void quantize_alone(const Vec* x, int64_t row, int64_t block, const TileTarget& t) {
   Vec most = vabs(x[0]);
   for (int i = 1; i < kVecs; ++i) most = vmax(most, vabs(x[i]));
   const float largest = vmaximum(most);
   alignas(16) int32_t dwords[kBlockK / 4];
   const int32_t sum = to_bytes(x, vset(largest > 0.0f ? 127.0f / largest : 0.0f), dwords);
-  int32_t* const values = reinterpret_cast<int32_t*>(out.values + tile * kTileRows * out.padded_k) + block * kBlockK / 4 * num_rows + lane;
-  for (int i = 0; i < kBlockK / 4; ++i) values[i * num_rows] = dwords[i];
+  int32_t* const values = t.values + block * kBlockK / 4 * t.num_rows + row;
+  for (int i = 0; i < kBlockK / 4; ++i) values[i * t.num_rows] = dwords[i];
   float scale = largest * (1.0f / 127.0f);
   uint32_t bits;
   __builtin_memcpy(&bits, &scale, sizeof(bits));
-  bits &= ~3u;
+  bits &= kScaleBits;
   __builtin_memcpy(&scale, &bits, sizeof(bits));
-  const int64_t at = tile * kTileRows * (out.padded_k / kBlockK) + block * num_rows + lane;
-  out.scales[at] = scale;
-  out.offsets[at] = -kMagic * scale;
-  out.sums[at] = scale * static_cast<float>(sum);
-  out.starts[at] = kMagicBits - 128 * sum;
+  const int64_t at = block * t.num_rows + row;
+  t.scales[at] = scale;
+  t.offsets[at] = -kMagic * scale;
+  t.sums[at] = scale * static_cast<float>(sum);
+  t.starts[at] = kMagicBits - 128 * sum;
 }
+
+#if defined(__AVX512F__)
+FE_INLINE Vec max_of_halves(Vec a, Vec b, bool dwords) {
+  if (dwords) return vmax(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+  return vmax(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+FE_INLINE Vec max_of_quarters(Vec a, Vec b) { return vmax(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); }
+
+// Lane r: the largest lane of x[r].
+FE_INLINE Vec largest_of_rows(const Vec* x) {
+  Vec fours[4];
+  for (int i = 0; i < 4; ++i) fours[i] = max_of_halves(max_of_halves(x[4 * i], x[4 * i + 1], true), max_of_halves(x[4 * i + 2], x[4 * i + 3], true), false);
+  return max_of_quarters(max_of_quarters(fours[0], fours[1]), max_of_quarters(fours[2], fours[3]));
+}
+
+FE_INLINE __m512i pick(__m512i a, __m512i b, bool odd) {
+  const Vec x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
+  return _mm512_castps_si512(odd ? _mm512_shuffle_ps(x, y, 0xdd) : _mm512_shuffle_ps(x, y, 0x88));
+}
+
+// Lane i of out[j] is lane j of x[i], lanes of 128 bits.
+FE_INLINE void transpose_quarters(const __m512i* x, __m512i* out) {
+  const __m512i a = _mm512_shuffle_i32x4(x[0], x[1], 0x44), b = _mm512_shuffle_i32x4(x[2], x[3], 0x44);
+  const __m512i c = _mm512_shuffle_i32x4(x[0], x[1], 0xee), d = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
+  out[0] = _mm512_shuffle_i32x4(a, b, 0x88), out[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  out[2] = _mm512_shuffle_i32x4(c, d, 0x88), out[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
+}
+
+// A block of 16 rows at once: what quantize_alone() does of each, transposed on the way.
+void quantize_together(const TileSource& s, int64_t block, const TileTarget& t) {
+  alignas(64) float x[kTileRows][kBlockK];
+  Vec most[kTileRows];
+  for (int64_t r = 0; r < kTileRows; ++r) {
+    Vec values[kVecs];
+    load_block(s, min_i(r, t.num_rows - 1), block, values);
+    for (int i = 0; i < kVecs; ++i) vstore(x[r] + i * kLanes, values[i]);
+    most[r] = vmax(vabs(values[0]), vabs(values[1]));
+  }
+  const Vec largest = largest_of_rows(most);
+  alignas(64) float inverses[kTileRows];
+  vstore(inverses, _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, vzero(), _CMP_GT_OQ), vset(127.0f), largest));
+  __m512i pairs[kTileRows / 2];  // in each quarter q: quads q and q + 4 of the even row, then of the odd one
+  for (int r = 0; r < kTileRows; r += 2) {
+    __m512i words[2];
+    for (int u = 0; u < 2; ++u) {
+      const Vec inverse = vset(inverses[r + u]);
+      words[u] = _mm512_packs_epi32(_mm512_cvtps_epi32(vmul(vload(x[r + u]), inverse)), _mm512_cvtps_epi32(vmul(vload(x[r + u] + kLanes), inverse)));
+    }
+    pairs[r / 2] = _mm512_packs_epi16(words[0], words[1]);
+  }
+  __m512i quads[kBlockK / 4];
+  for (int half = 0; half < 2; ++half) {
+    __m512i rows[4];
+    for (int i = 0; i < 4; ++i) rows[i] = pick(pairs[2 * i], pairs[2 * i + 1], half == 1);
+    transpose_quarters(rows, quads + 4 * half);
+  }
+  const __mmask16 there = lane_mask(t.num_rows);
+  __m512i sum = _mm512_setzero_si512();
+  for (int q = 0; q < kBlockK / 4; ++q) {
+    _mm512_mask_storeu_epi32(t.values + (block * (kBlockK / 4) + q) * t.num_rows, there, quads[q]);
+    sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), quads[q]);
+  }
+  const __m512i bits = _mm512_and_si512(_mm512_castps_si512(vmul(largest, vset(1.0f / 127.0f))), _mm512_set1_epi32(static_cast<int>(kScaleBits)));
+  const Vec scale = _mm512_castsi512_ps(bits);
+  const int64_t at = block * t.num_rows;
+  vstore_n(t.scales + at, scale, t.num_rows);
+  vstore_n(t.offsets + at, vmul(vset(-kMagic), scale), t.num_rows);
+  vstore_n(t.sums + at, vmul(scale, _mm512_cvtepi32_ps(sum)), t.num_rows);
+  _mm512_mask_storeu_epi32(t.starts + at, there, _mm512_sub_epi32(_mm512_set1_epi32(kMagicBits), _mm512_slli_epi32(sum, 7)));
+}
+
+constexpr int64_t kTogetherFrom = 4;  // rows
+#endif
 
 }  // namespace
 
-void quantize_block(const float* x, int64_t row, int64_t block, const Activations& out) {
-  Vec values[kVecs];
-  for (int i = 0; i < kVecs; ++i) values[i] = vload(x + i * kLanes);
-  quantize_vecs(values, row, block, out);
-}
-
-void quantize_row(const float* x, int64_t k, int64_t row, const Activations& out) {
-  if (!out.quantized) {
-    float* const target = out.rows + row * out.padded_k;
-    for (int64_t i = 0; i < out.padded_k; i += kLanes) vstore(target + i, vload_n(x + i, max_i(0, min_i(kLanes, k - i))));
-    return;
+void quantize_tile(const TileSource& source, int64_t tile, int64_t first_block, int64_t last_block, const Activations& out) {
+  const TileTarget target = target_of(out, tile);
+  for (int64_t block = first_block; block < last_block; ++block) {
+#if defined(__AVX512F__)
+    if (out.quantized && target.num_rows >= kTogetherFrom) {
+      quantize_together(source, block, target);
+      continue;
+    }
+#endif
+    for (int64_t row = 0; row < target.num_rows; ++row) {
+      Vec values[kVecs];
+      load_block(source, row, block, values);
+      if (out.quantized) {
+        quantize_alone(values, row, block, target);
+      } else {
+        for (int i = 0; i < kVecs; ++i) vstore(out.rows + (tile * kTileRows + row) * out.padded_k + block * kBlockK + i * kLanes, values[i]);
+      }
+    }
   }
-  int64_t block = 0;
-  for (; (block + 1) * kBlockK <= k; ++block) quantize_block(x + block * kBlockK, row, block, out);
-  if (block * kBlockK == k) return;
-  Vec values[kVecs];
-  for (int i = 0; i < kVecs; ++i) values[i] = vload_n(x + block * kBlockK + i * kLanes, max_i(0, min_i(kLanes, k - block * kBlockK - i * kLanes)));
-  quantize_vecs(values, row, block, out);
 }
 
 }  // namespace FE_ISA

@@ -13,14 +13,19 @@ FE_INLINE Vec vswap_pairs(Vec x) { return _mm512_permute_ps(x, 0xb1); }
 FE_INLINE Vec vswap_pairs(Vec x) { return _mm256_permute_ps(x, 0xb1); }
 #endif
 
-// out = x / rms(x) * weight; out may be x.
-FE_INLINE void norm_row(const float* x, const float* weight, int64_t n, float epsilon, float* out) {
+// 1 / rms(x)
+FE_INLINE float norm_factor(const float* x, int64_t n, float epsilon) {
   Vec sums[2] = {vzero(), vzero()};
   for (int64_t i = 0, u = 0; i < n; i += kLanes, u ^= 1) {
     const Vec value = vload_n(x + i, min_i(kLanes, n - i));
     sums[u] = vfma(value, value, sums[u]);
   }
-  const Vec scale = vset(1.0f / __builtin_sqrtf(vsum(vadd(sums[0], sums[1])) / static_cast<float>(n) + epsilon));
+  return 1.0f / __builtin_sqrtf(vsum(vadd(sums[0], sums[1])) / static_cast<float>(n) + epsilon);
+}
+
+// out = x / rms(x) * weight; out may be x.
+FE_INLINE void norm_row(const float* x, const float* weight, int64_t n, float epsilon, float* out) {
+  const Vec scale = vset(norm_factor(x, n, epsilon));
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t lanes = min_i(kLanes, n - i);
     vstore_n(out + i, vmul(vmul(vload_n(x + i, lanes), scale), vload_n(weight + i, lanes)), lanes);

@@ -50,9 +50,11 @@ Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* b
   w.team = cutter.take<Team>(1);
   const int64_t num_phases = m.shape.num_layers * kPhasesPerLayer + 8;
   Phase* const phases = cutter.take<Phase>(num_phases);
+  Part* const parts = cutter.take<Part>(num_phases * num_threads);
   if (base != nullptr) {
-    *w.team = {num_threads, phases};
-    for (int64_t i = 0; i < num_phases; ++i) phases[i].next = 0, phases[i].done = 0, phases[i].sleeping = 0;
+    *w.team = {num_threads, phases, parts};
+    for (int64_t i = 0; i < num_phases; ++i) phases[i].done = 0, phases[i].sleeping = 0;
+    for (int64_t i = 0; i < num_phases * num_threads; ++i) parts[i].taken = 0;
   }
   w.qkv_stride = layer.qkv.num_panels * kPanel;
   w.gated_stride = layer.gate_up.num_panels * kPanel / 2;
@@ -111,20 +113,20 @@ struct Step {
     });
   }
 
-  void norm_and_quantize(Member& me, const float* weight, const Activations& out) const {
-    const int64_t h = m.shape.hidden;
-    float* const row = reinterpret_cast<float*>(scratch(me));
-    for_tasks(me, s.num_tokens, 1, [&](int64_t first, int64_t last) {
-      for (int64_t t = first; t < last; ++t) {
-        norm_row(w.x + t * h, weight, h, m.shape.rms_epsilon, row);
-        quantize_row(row, h, t, out);
+  // Rows of `k` values for a linear; with `weight`, after their norm.
+  void quantize(Member& me, const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out) const {
+    const int64_t num_tiles = ceil_div(out.num_rows, kTileRows), num_blocks = out.padded_k / kBlockK;
+    // Few tiles are shared out in pieces; what each then has to find out again, the norm's factors, is little.
+    const int64_t pieces = num_tiles >= 2 * me.team->num_threads ? 1 : min_i(me.team->num_threads, num_blocks);
+    for_tasks(me, num_tiles * pieces, 1, [&](int64_t first, int64_t last) {
+      for (int64_t task = first; task < last; ++task) {
+        const int64_t tile = task / pieces, piece = task % pieces;
+        TileSource source{rows + tile * kTileRows * stride, stride, 0, k, weight, {}};
+        for (int64_t r = 0; weight != nullptr && r < rows_of_tile(out.num_rows, tile); ++r) {
+          source.factors[r] = norm_factor(source.x + r * stride, k, m.shape.rms_epsilon);
+        }
+        quantize_tile(source, tile, num_blocks * piece / pieces, num_blocks * (piece + 1) / pieces, out);
       }
-    });
-  }
-
-  void quantize(Member& me, const float* rows, int64_t stride, int64_t k, const Activations& out) const {
-    for_tasks(me, s.num_tokens, 1, [&](int64_t first, int64_t last) {
-      for (int64_t t = first; t < last; ++t) quantize_row(rows + t * stride, k, t, out);
     });
   }
 
@@ -202,21 +204,21 @@ struct Step {
     const bool at_once = product.quantized && layer.gate_up.num_panels * 16 == product.padded_k;
     run_gemm<2>(me, layer.gate_up, for_linear(w.input, layer.gate_up), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       const int64_t num_panels = min_i(2, layer.gate_up.num_panels - panel);
-      for (int64_t r = 0; r < n; ++r) {
-        alignas(64) float gated[32];
-        for (int64_t p = 0; p < num_panels; ++p) {
-          const float* const pair = values[p] + r * kPanel;
-          for (int64_t v = 0; v < 16; v += kLanes) vstore(gated + p * 16 + v, vmul(silu(vload(pair + v)), vload(pair + 16 + v)));
+      for (int64_t begin = 0; begin < n; begin += kTileRows) {
+        alignas(64) float gated[kTileRows * 32];
+        float* const target = at_once ? gated : w.gated + (first + begin) * w.gated_stride + panel * 16;
+        const int64_t stride = at_once ? 32 : w.gated_stride;
+        for (int64_t r = 0; r < min_i(kTileRows, n - begin); ++r) {
+          for (int64_t p = 0; p < num_panels; ++p) {
+            const float* const pair = values[p] + (begin + r) * kPanel;
+            for (int64_t v = 0; v < 16; v += kLanes) vstore(target + r * stride + p * 16 + v, vmul(silu(vload(pair + v)), vload(pair + 16 + v)));
+          }
         }
-        if (at_once) {
-          quantize_block(gated, first + r, panel / 2, product);
-        } else {
-          float* const target = w.gated + (first + r) * w.gated_stride + panel * 16;
-          for (int64_t v = 0; v < num_panels * 16; v += kLanes) vstore(target + v, vload(gated + v));
-        }
+        const int64_t block = panel / 2;
+        if (at_once) quantize_tile({gated, stride, block * kBlockK, product.padded_k, nullptr, {}}, (first + begin) / kTileRows, block, block + 1, product);
       }
     });
-    if (!at_once) quantize(me, w.gated, w.gated_stride, m.shape.intermediate, product);
+    if (!at_once) quantize(me, w.gated, w.gated_stride, m.shape.intermediate, nullptr, product);
   }
 
   void last_norm(Member& me) const {
@@ -230,10 +232,10 @@ struct Step {
         } else {
           norm_row(w.x + s.sample_rows[r] * h, m.final_norm, h, m.shape.rms_epsilon, row);
         }
-        quantize_row(row, h, r, last);
         if (s.hidden_out != nullptr) __builtin_memcpy(s.hidden_out + r * h, row, static_cast<size_t>(h) * sizeof(float));
       }
     });
+    quantize(me, w.samples, h, h, nullptr, last);
   }
 
   void head(Member& me) const {
@@ -273,17 +275,18 @@ struct Step {
   }
 
   void run_layers(Member& me) const {
+    const int64_t width = m.shape.num_heads * m.shape.head_dim;
     embed(me);
     for (int64_t l = 0; l < m.shape.num_layers; ++l) {
       const LayerView& layer = m.layers[l];
       const KvLayer c = cache(l);
-      norm_and_quantize(me, layer.input_norm, for_linear(w.input, layer.qkv));
+      quantize(me, w.x, m.shape.hidden, m.shape.hidden, layer.input_norm, for_linear(w.input, layer.qkv));
       project_qkv(me, layer);
       rotate_and_store(me, layer, c);
       attend(me, l);
-      quantize(me, w.attended, m.shape.num_heads * m.shape.head_dim, m.shape.num_heads * m.shape.head_dim, for_linear(w.context, layer.output));
+      quantize(me, w.attended, width, width, nullptr, for_linear(w.context, layer.output));
       project_and_add(me, layer.output, for_linear(w.context, layer.output));
-      norm_and_quantize(me, layer.post_attention_norm, for_linear(w.input, layer.gate_up));
+      quantize(me, w.x, m.shape.hidden, m.shape.hidden, layer.post_attention_norm, for_linear(w.input, layer.gate_up));
       gate(me, layer);
       project_and_add(me, layer.down, for_linear(w.product, layer.down));
     }

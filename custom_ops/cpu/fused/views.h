@@ -12,7 +12,7 @@ constexpr int64_t kPanel = 32;
 // Weights of a block of 32 k's share a scale, and so do a row's activations. K is padded to whole blocks.
 constexpr int64_t kBlockK = 32;
 // Rows of activations that one GEMM tile computes together.
-constexpr int64_t kTileRows = 12;
+constexpr int64_t kTileRows = 16;
 
 enum class Layout : int32_t {
   kFloat32 = 0,  // [panel][k][32] float: for checking
