@@ -45,6 +45,15 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_partial_prefills=2,
             **(host if host["num_host_blocks"] else {}),
         )
+        turn = self.driver.turn
+
+        def checked_turn() -> bool:
+            # At once: a later turn of the same rule may bring new weights, by which these tokens would be wrong.
+            moved = turn()
+            self.tokens_are_right()
+            return moved
+
+        self.driver.turn = checked_turn  # type: ignore[method-assign]
         self.received: list[Received] = []
         self.checked: dict[int, int] = {}  # handle -> tokens that were compared
         self.pending: list[str] = []  # control commands not answered yet
