@@ -19,10 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from fastengine.observability.request_log import RequestRecord, read_requests
+from fastengine.protocol.requests import GrammarSpec
 
 SAME, DIFFERENT, REFUSED = "same output", "different output", "refused"
-# Parameters that the HTTP API takes in text form only: token ids can't be sent back through it.
-NOT_REPLAYABLE = ("grammar", "bad_words_token_ids")
+# A grammar's kind -> the field that asks for it.
+GRAMMAR_FIELDS = {
+    "json_schema": "guided_json",
+    "json_object": "guided_json_object",
+    "regex": "guided_regex",
+    "choice": "guided_choice",
+    "lark": "guided_grammar",
+    "structural_tag": "structural_tag",
+}
 PLAIN_PARAMETERS = (
     "min_tokens",
     "temperature",
@@ -48,12 +56,17 @@ class Outcome:
 def body_of(record: RequestRecord) -> dict[str, Any]:
     """The ``/v1/completions`` body that asks for the same again. Raises ValueError for what HTTP can't say."""
     sampling = record.sampling
-    for name in NOT_REPLAYABLE:
-        if getattr(sampling, name):
-            raise ValueError(f"its {name} can't be sent over HTTP")
+    if sampling.pooling is not None:
+        raise ValueError("it asked for an embedding, not for tokens")
+    reasoning = sampling.reasoning
+    if reasoning is not None and (sampling.grammar is not None or reasoning.max_tokens is not None):
+        raise ValueError("completions know no reasoning, whose end its grammar or budget depends on")
     body: dict[str, Any] = {name: getattr(sampling, name) for name in PLAIN_PARAMETERS}
-    body |= {"model": "default", "prompt": record.prompt_token_ids, "seed": record.seed, "return_token_ids": True}
+    body |= {"model": "default", "prompt": record.prompt_token_ids, "return_token_ids": True}
+    body |= grammar_field(sampling.grammar)
     optional = {
+        "seed": record.seed,
+        "bad_words_token_ids": [list(word) for word in sampling.bad_words_token_ids],
         "max_tokens": sampling.max_tokens,
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
@@ -65,6 +78,18 @@ def body_of(record: RequestRecord) -> dict[str, Any]:
         "cache_salt": record.cache_salt,
     }
     return body | {name: value for name, value in optional.items() if value not in (None, "", [], {})}
+
+
+def grammar_field(grammar: GrammarSpec | None) -> dict[str, Any]:
+    """The field, with its value, that asks for ``grammar``. Raises ValueError for a kind that is none of this version's."""
+    if grammar is None:
+        return {}
+    field = GRAMMAR_FIELDS.get(grammar.kind)
+    if field is None:
+        raise ValueError(f"this version knows no grammars of kind {grammar.kind!r}")
+    if grammar.kind == "choice":
+        return {field: json.loads(grammar.source)}
+    return {field: True if grammar.kind == "json_object" else grammar.source}
 
 
 class Replayer:

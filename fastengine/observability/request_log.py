@@ -27,7 +27,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     """One sequence with all that is needed to send it again. Times are seconds; ``arrived_at_s`` is a Unix time.
 
     ``state`` is ``finished`` or where the request stood when the record was taken. ``seed`` is the one in
-    use, drawn by the engine when the client gave none.
+    use, drawn by the engine when the client gave none; None where only the engine knew it.
     """
 
     request_id: str
@@ -40,7 +40,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     sampling: SamplingParams
-    seed: int
+    seed: int | None
     priority: int = 0
     timeout_s: float | None = None
     cache_salt: str = ""

@@ -218,7 +218,7 @@ def test_the_engine_gets_what_was_asked_for(api):
     body = {
         "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "max_tokens": 3, "min_tokens": 2, "seed": -1, "repetition_penalty": 1.1,
         "presence_penalty": 0.2, "frequency_penalty": -0.3, "stop": "x", "stop_token_ids": [3], "ignore_eos": True, "logit_bias": {"65": -100},
-        "bad_words": ["no"], "skip_special_tokens": False, "priority": -4, "timeout_s": 9.5, "cache_salt": "salt", "user": "u", "metadata": {"a": 1},
+        "bad_words": ["no"], "bad_words_token_ids": [[9, 8]], "skip_special_tokens": False, "priority": -4, "timeout_s": 9.5, "cache_salt": "salt", "user": "u", "metadata": {"a": 1},
     }  # fmt: skip
     chat(api, **body)
     (request,) = api.engine.generated
@@ -233,7 +233,7 @@ def test_the_engine_gets_what_was_asked_for(api):
     )
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.2, -0.3)
     assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos, sampling.logit_bias) == (("x",), (3,), True, {65: -100.0})
-    assert sampling.bad_words_token_ids == (tuple(b"no"), tuple(b" no"))
+    assert sampling.bad_words_token_ids == ((9, 8), tuple(b"no"), tuple(b" no"))
     assert sampling.seed == 2**63 - 1
     assert (request.priority, request.timeout_s, request.cache_salt, request.arrival_time_s > 0) == (-4, 9.5, "salt", True)
 

@@ -14,9 +14,10 @@ import pytest
 
 from fastengine.entrypoints.cli import main
 from fastengine.entrypoints.openai.request_types import CompletionRequest
+from fastengine.entrypoints.openai.structured import structured_output
 from fastengine.entrypoints.replay import body_of
 from fastengine.observability.request_log import RequestRecord, append_lines, read_requests
-from fastengine.protocol.requests import GrammarSpec, SamplingParams
+from fastengine.protocol.requests import GrammarSpec, ReasoningSpec, SamplingParams
 
 
 def record(name: str, **changes: Any) -> RequestRecord:
@@ -70,8 +71,43 @@ def test_a_body_says_all_that_was_recorded_and_is_one_the_server_accepts() -> No
     assert (checked.seed, checked.max_tokens, checked.temperature, checked.top_k) == (11, 2, 0.5, 3)
     assert checked.logit_bias == {"7": 1.5}
     assert checked.stop == ["x"]
-    with pytest.raises(ValueError, match="grammar"):
-        body_of(record("b", sampling=SamplingParams(grammar=GrammarSpec("regex", "a+"))))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"guided_json": {"type": "object", "properties": {"b": {}, "a": {}}}},
+        {"guided_json_object": True},
+        {"guided_regex": "a+"},
+        {"guided_choice": ["yes", "no"]},
+        {"guided_grammar": 'start: "a"'},
+        {"structural_tag": {"structures": [], "triggers": ["<"]}},
+    ],
+)
+def test_a_grammar_is_asked_for_as_it_was(asked: dict[str, Any]) -> None:
+    grammar = structured_output(msgspec.convert(asked, CompletionRequest))
+    assert grammar is not None
+    body = msgspec.convert(body_of(record("a", sampling=SamplingParams(grammar=grammar.grammar))), CompletionRequest)
+    assert structured_output(body) == grammar
+
+
+def test_bad_words_are_sent_as_tokens_and_an_unknown_seed_is_left_out() -> None:
+    body = body_of(record("a", seed=None, sampling=SamplingParams(bad_words_token_ids=((1, 2), (3,)))))
+    assert msgspec.convert(body, CompletionRequest).bad_words_token_ids == [[1, 2], [3]]
+    assert "seed" not in body
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(pooling="mean"),
+        SamplingParams(reasoning=ReasoningSpec(end_token_id=3, max_tokens=5)),
+        SamplingParams(reasoning=ReasoningSpec(end_token_id=3), grammar=GrammarSpec("regex", "a")),
+    ],
+)
+def test_what_completions_cannot_say_is_refused(sampling: SamplingParams) -> None:
+    with pytest.raises(ValueError, match=r"embedding|reasoning"):
+        body_of(record("a", sampling=sampling))
 
 
 def test_a_file_is_replayed_and_its_answers_compared(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,10 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None, Meta(description="Token id (as a string) -> what is added to its logit.")
     ] = None
     bad_words: Annotated[Annotated[list[StopString], Meta(max_length=1024)] | None, Meta(description="Words that are never generated.")] = None
+    bad_words_token_ids: Annotated[
+        Annotated[list[Annotated[list[TokenId], Meta(min_length=1)]], Meta(max_length=1024)] | None,
+        Meta(description="Sequences of token ids that are never generated, beside `bad_words`."),
+    ] = None
     prompt_logprobs: Annotated[TopCount | None, Meta(description="Log-probabilities of the prompt's tokens, with the k most likely beside each.")] = (
         None
     )

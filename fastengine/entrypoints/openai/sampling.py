@@ -9,7 +9,7 @@ from fastengine.protocol.requests import SamplingParams
 from fastengine.sampling_rules import SEED_MASK, SamplingError, check_sampling
 
 # SamplingParams' names -> the requests' own, where they differ.
-FIELDS = {"bad_words_token_ids": "bad_words", "reasoning": "reasoning_max_tokens"}
+FIELDS = {"reasoning": "reasoning_max_tokens"}
 
 
 def sampling_params(request: GenerationFields, text: ModelText, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -29,7 +29,7 @@ def sampling_params(request: GenerationFields, text: ModelText, *, max_tokens: i
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logit_bias=_logit_bias(request.logit_bias or {}),
-        bad_words_token_ids=_bad_words(request.bad_words or [], text),
+        bad_words_token_ids=_bad_words(request.bad_words or [], request.bad_words_token_ids or [], text),
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
         stop=stop,
@@ -64,9 +64,9 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in bias.items()}
 
 
-def _bad_words(words: list[str], text: ModelText) -> tuple[tuple[int, ...], ...]:
-    """Each word as the tokens it has at the start of a text and after a space."""
-    sequences: dict[tuple[int, ...], None] = {}
+def _bad_words(words: list[str], token_ids_of_others: list[list[int]], text: ModelText) -> tuple[tuple[int, ...], ...]:
+    """Each word as the tokens it has at the start of a text and after a space, and what was given as tokens."""
+    sequences: dict[tuple[int, ...], None] = dict.fromkeys(map(tuple, token_ids_of_others))
     for word in words:
         for form in (word, " " + word.lstrip(" ")):
             token_ids = tuple(text.tokenizer.encode(form, add_special_tokens=False))
