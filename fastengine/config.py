@@ -187,7 +187,9 @@ class ParallelConfig:
     worker_start_timeout: float = flag(600.0, "Seconds the workers may take to load.")
     worker_log_dir: str | None = flag(None, "Directory for the workers' logs; default: in the runtime directory.", metavar="DIR")
     max_worker_restarts: int = flag(5, "Worker crashes within ten minutes after which the engine gives up.")
-    watchdog_timeout: float = flag(300.0, "Seconds a step, or a thread with work, may hang before its process counts as dead; 0: never.")
+    watchdog_timeout: float = flag(
+        300.0, "Seconds a step, a thread with work or a whole process may hang before that process counts as dead; 0: never."
+    )
 
     def __post_init__(self) -> None:
         require_positive(self, "tensor_parallel_size", "cpu_threads", "worker_start_timeout")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +16,11 @@ from fastengine.config import EngineConfig
 from fastengine.engine.core import EngineCore
 from fastengine.engine.request_state import RequestState, Tokens
 from fastengine.observability.crash_dump import write_crash_dump
+from fastengine.observability.recent import Recent
 from fastengine.observability.request_log import RequestDumper, RequestRecord
 from fastengine.protocol.outputs import EngineError
 
 logger = logging.getLogger(__name__)
-
-KEPT_S = 300.0
-# Bound of what is kept for a crash report: tokens take 4 bytes, twice for a prompt.
-MAX_KEPT_TOKENS = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +47,7 @@ class Evidence:
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
         self._dumper = RequestDumper(self._directory, instance, settings.dump_requests) if self._directory and settings.dump_requests else None
-        self._kept: deque[_Finished] = deque()
-        self._num_kept_tokens = 0
+        self._kept: Recent[_Finished] = Recent()
         self._core: EngineCore | None = None
 
     def watch(self, core: EngineCore) -> None:
@@ -66,18 +61,9 @@ class Evidence:
         if self._log_lines:
             logger.info("finished %s", json.dumps(log_line(finished)))
         if self._directory is not None:
-            self._keep(finished)
+            self._kept.add(finished, len(request.tokens), finished.ended_at)
         if self._dumper is not None:
             self._dumper.add(finished.record)
-
-    def _keep(self, finished: _Finished) -> None:
-        self._kept.append(finished)
-        self._num_kept_tokens += len(finished.request.tokens)
-        oldest = self._kept[0]
-        while self._num_kept_tokens > MAX_KEPT_TOKENS or oldest.ended_at < finished.ended_at - KEPT_S:
-            self._kept.popleft()
-            self._num_kept_tokens -= len(oldest.request.tokens)
-            oldest = self._kept[0] if self._kept else finished
 
     def crashed(self, what: str, reason: str, tracebacks: Mapping[str, str]) -> None:
         """Write the report of a crash, if ``--crash-dump-dir`` asks for it. Call it before requests are taken back."""
@@ -86,9 +72,8 @@ class Evidence:
 
     def _records(self) -> Iterator[RequestRecord]:
         now = time.monotonic()
-        for finished in self._kept:
-            if finished.ended_at >= now - KEPT_S:
-                yield finished.record()
+        for finished in self._kept.since(now):
+            yield finished.record()
         if self._core is not None:
             for request, tokens in self._core.live_requests():
                 yield record_of(request, tokens, now, self._core.weight_version, None)

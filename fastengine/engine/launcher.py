@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from fastengine.config import EngineConfig
-from fastengine.ipc.worker_link import GENERATION_PREFIX, EngineEnd, generation_dir
+from fastengine.ipc.worker_link import GENERATION_PREFIX, EngineEnd, RingSizes, generation_dir
 from fastengine.protocol.steps import WorkerFailure
 
 LOG_TAIL_LINES = 30
@@ -56,10 +56,10 @@ class WorkerGroup:
     Must be made by the main thread: the launcher lives as long as the thread that started it.
     """
 
-    def __init__(self, config: EngineConfig, runtime_dir: Path, generation: int):
+    def __init__(self, config: EngineConfig, runtime_dir: Path, generation: int, sizes: RingSizes):
         self.num_ranks = config.parallel.tensor_parallel_size
         self.generation = generation
-        self.link = EngineEnd(runtime_dir, generation, self.num_ranks)
+        self.link = EngineEnd(runtime_dir, generation, self.num_ranks, sizes)
         self.log_dir = Path(config.parallel.worker_log_dir or runtime_dir) / f"worker-logs-{generation}"
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.started_at = time.monotonic()

@@ -27,6 +27,7 @@ class ModelLimits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    hidden_size: int = 0  # of an embedding
 
     @staticmethod
     def of(config: EngineConfig, spec: ModelSpec) -> ModelLimits:
@@ -35,7 +36,7 @@ class ModelLimits:
         require(
             length <= spec.max_position_embeddings, "max_model_len", f"{length} exceeds the model's context length, {spec.max_position_embeddings}"
         )
-        return ModelLimits(length, spec.vocab_size, spec.eos_token_ids)
+        return ModelLimits(length, spec.vocab_size, spec.eos_token_ids, spec.hidden_size)
 
 
 class RequestStatus(enum.Enum):

@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
-import os
 import select
-import signal
 import time
 import traceback
 from collections import deque
@@ -28,23 +26,22 @@ from collections.abc import Callable
 import msgspec
 
 from fastengine.config import EngineConfig
+from fastengine.engine.client_desk import ClientDesk
 from fastengine.engine.core import EngineCore
 from fastengine.engine.evidence import Evidence
-from fastengine.engine.intake import IntakeThread
 from fastengine.engine.launcher import STOP_TIMEOUT_S, WorkerGroup, first_generation
-from fastengine.engine.outbox import RETRY_S, Outbox
+from fastengine.engine.outbox import RETRY_S
 from fastengine.engine.pipeline import UnexpectedResult
 from fastengine.engine.plan_feed import PlanFeed
 from fastengine.engine.request_spans import RequestSpans
 from fastengine.engine.request_state import ModelLimits
+from fastengine.engine.ring_sizes import ring_sizes
 from fastengine.engine.worker_start import INIT_CACHE_ID, EngineFailed, WorkerStart, open_kv_storage
 from fastengine.ipc.ring import RingCorrupt
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.ipc.worker_link import EngineBell
 from fastengine.observability.watchdog import ThreadWatchdog
-from fastengine.protocol.control import ControlResponse
-from fastengine.protocol.outputs import EngineError, EngineStatus
-from fastengine.protocol.requests import AbortRequest, ClientGone, ClientHello, GenerateRequest
+from fastengine.protocol.outputs import EngineStatus
 from fastengine.protocol.steps import FromWorker, StepResult, WorkerCommand, WorkerFailure, WorkerReady, WorkerReply
 
 __all__ = ["EngineFailed", "EngineService"]
@@ -84,14 +81,11 @@ class EngineService:
         self._bell = EngineBell(runtime.path)
         turn_s = config.parallel.watchdog_timeout and config.parallel.watchdog_timeout + TURN_MARGIN_S
         self._watchdog = ThreadWatchdog(turn_s)
-        self._intake = IntakeThread(runtime, self._bell, ThreadWatchdog(turn_s))
-        self._outbox = Outbox(runtime)
         self._evidence = Evidence(config, runtime.instance_id)
+        self._clients = ClientDesk(config, runtime, self._bell, ThreadWatchdog(turn_s), self._evidence)
         self._spans = RequestSpans.of(config, runtime.instance_id)
         self._decode = msgspec.msgpack.Decoder(FromWorker).decode
         self._core: EngineCore | None = None  # made when the first workers say how many blocks there are
-        self._early: deque[GenerateRequest | AbortRequest | ClientHello | ClientGone] = deque()
-        self._client_pids: dict[int, int] = {}
         self._group_type = group_type
         self._group: WorkerGroup | None = None
         self._feed: PlanFeed | None = None
@@ -109,7 +103,7 @@ class EngineService:
 
     def run(self) -> None:
         """Serve until :meth:`request_stop` was called and all work has ended. Raises EngineFailed."""
-        self._intake.start()
+        self._clients.start()
         try:
             self._storage = open_kv_storage(self.config.cache)
             self._start_workers()
@@ -119,12 +113,12 @@ class EngineService:
                     self._turn()
             self._shut_workers_down()
         except EngineFailed as failure:
-            self._set_status(state="failed", message=str(failure))
+            self._set_status(state="failed", message=str(failure), has_report=True)
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self._evidence.crashed("engine", reason, {"engine": traceback.format_exc()})
-            self._set_status(state="failed", message=f"the engine crashed: {reason}")
+            self._set_status(state="failed", message=f"the engine crashed: {reason}", has_report=True)
             raise
         finally:
             self._end_group()
@@ -133,8 +127,7 @@ class EngineService:
             self._evidence.close()
             if self._spans is not None:
                 self._spans.close()
-            self._outbox.close()
-            self._intake.close()
+            self._clients.close()
             self._bell.close()
             self._watchdog.close()
 
@@ -152,7 +145,7 @@ class EngineService:
     def _turn(self) -> None:
         self._receive_from_workers()
         self._check_workers()
-        self._receive_from_clients()
+        self._clients.receive(self._core, self._current_status)
         if self._core is not None:
             self._core.expire()
             self._feed_workers()
@@ -161,7 +154,7 @@ class EngineService:
     def _sleep(self) -> None:
         """Until something has happened or is due."""
         feed = self._feed
-        if feed is None or not feed.num_in_flight or feed.has_lost_rank or self._intake.has_news:
+        if feed is None or not feed.num_in_flight or feed.has_lost_rank or self._clients.has_news:
             self._poll_until_due()
         elif not feed.link.look():
             self._poll_until_due()
@@ -174,7 +167,7 @@ class EngineService:
             deadlines.append(now + PROGRESS_PERIOD_S)
         elif self._feed is not None:
             deadlines.append(self._feed.stuck_at())
-        if self._outbox.has_backlog or (self._feed is not None and self._feed.has_backlog):
+        if self._clients.has_backlog or (self._feed is not None and self._feed.has_backlog):
             deadlines.append(now + RETRY_S)
         if self._core is not None:
             deadlines.append(self._core.next_deadline())
@@ -188,48 +181,9 @@ class EngineService:
             else:
                 self._process_ended = True
 
-    # -- clients --------------------------------------------------------------------------------
-
-    def _receive_from_clients(self) -> None:
-        for command in self._intake.take_commands():
-            if self._core is None:
-                error = EngineError(503, f"the engine is {self._status.state}", retry_after_s=1.0)
-                self._outbox.send(command.client_index, ControlResponse(request_id=command.request_id, error=error))
-            else:
-                self._core.control(command)
-        for message in self._intake.take_requests():
-            if isinstance(message, ClientHello):
-                self._greet(message)
-            elif isinstance(message, ClientGone):
-                self._client_pids.pop(message.client_index, None)
-                self._outbox.drop(message.client_index)
-            if self._core is None:
-                self._early.append(message)
-            else:
-                self._admit(self._core, message)
-
-    def _greet(self, hello: ClientHello) -> None:
-        self._client_pids[hello.client_index] = hello.pid
-        self._outbox.open(hello.client_index)
-        self._outbox.send(hello.client_index, self._current_status())
-
-    def _admit(self, core: EngineCore, message: GenerateRequest | AbortRequest | ClientHello | ClientGone) -> None:
-        if isinstance(message, GenerateRequest):
-            core.add_request(message)
-        elif isinstance(message, AbortRequest):
-            core.abort_handles(message.client_index, message.handles, message.reason)
-        else:  # a client that is gone, or its successor's hello: whatever the old one had running ends
-            core.client_gone(message.client_index)
-
     def _deliver(self) -> None:
         assert self._core is not None
-        for index, batch in self._core.take_outputs().items():
-            if not self._outbox.send(index, batch):
-                self._core.client_gone(index)
-        for index, response in self._core.take_responses():
-            self._outbox.send(index, response)
-        if self._outbox.has_backlog:
-            self._outbox.flush()
+        self._clients.deliver(self._core)
         status = self._current_status()
         if status != self._status:
             self._publish_status(status)
@@ -248,14 +202,14 @@ class EngineService:
     def _publish_status(self, status: EngineStatus) -> None:
         self._status = status
         self._report(status)
-        self._outbox.broadcast(status)
+        self._clients.broadcast(status)
 
     # -- workers --------------------------------------------------------------------------------
 
     def _start_workers(self) -> None:
         self._serving = False
         self._process_ended = False
-        self._group = self._group_type(self.config, self._runtime.path, self._generation)
+        self._group = self._group_type(self.config, self._runtime.path, self._generation, ring_sizes(self.config, self._limits))
         self._feed = PlanFeed(self._group.link, self.config.parallel.watchdog_timeout)
         storage_dir = None if self._storage is None else self._storage.path
         self._start = WorkerStart(self.config.cache, self._group.num_ranks, storage_dir)
@@ -321,8 +275,7 @@ class EngineService:
             self._evidence.watch(self._core)
             if self._spans is not None:
                 self._core.observe_finished(self._spans.finished)
-            while self._early:
-                self._admit(self._core, self._early.popleft())
+            self._clients.admit_early(self._core)
         else:
             self._core.workers_restarted(self._start.num_blocks)
             logger.warning("the workers are back after %.1f s", time.monotonic() - self._crash_times[-1])
@@ -356,10 +309,7 @@ class EngineService:
         reason = f"no step has moved for {timeout_s:g} s (--watchdog-timeout)"
         logger.error("%s; the threads of the engine, the workers and the API processes stand here:", reason)
         faulthandler.dump_traceback(all_threads=True)
-        for pid in self._client_pids.values():
-            if pid:  # 0: a program of the user's, which may not expect a signal
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
+        self._clients.have_stacks_dumped()
         stacks = self._group.dump_stacks()
         for process, stack in stacks.items():
             logger.error("%s:\n%s", process, stack)

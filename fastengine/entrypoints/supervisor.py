@@ -5,13 +5,15 @@
     supervisor ──┬── engine ── launcher ── worker ranks
                  └── API process 0 .. N-1      (all accept on the one socket bound here)
 
-It sleeps until a child ends, a signal comes or the engine reports its status. A dead API process is
-started again; a dead engine ends the server, or is started again with ``--restart-engine``.
+It sleeps until a child ends, a signal comes or the engine reports its status, and a few times per
+``--watchdog-timeout`` asks its children for a sign of life. A dead API process is started again; a dead engine ends
+the server, or is started again with ``--restart-engine``. One that hangs is killed, and so is dead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import selectors
@@ -27,10 +29,13 @@ from tqdm import tqdm
 
 from fastengine.config import ConfigError, EngineConfig
 from fastengine.entrypoints.instance import STOP_MARGIN_S, EngineProcess, create_runtime
+from fastengine.entrypoints.life_watch import LifeWatch, Subject, end_hanging
 from fastengine.ipc.channels import ENCODER, INTAKE, client_name, push_socket
+from fastengine.ipc.life_signs import ENGINE, LifeSigns, api_place
 from fastengine.ipc.process import EXIT_HOPELESS, SignalInbox
 from fastengine.protocol.outputs import EngineStatus
 from fastengine.protocol.requests import ClientGone
+from fastengine.protocol.supervision import ClientCheck, EngineCheck
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +89,7 @@ class Supervisor:
         self._zmq = zmq.Context()
         self._intake = push_socket(self._zmq, self._runtime.ipc_address(INTAKE))
         self._apis: dict[int, subprocess.Popen[bytes]] = {}
+        self._channels: dict[int, zmq.Socket] = {}  # to API processes, by index
         self._restarts: dict[str, Restarts] = {}
         self._progress: tqdm | None = None
         self._progress_logged = False
@@ -92,6 +98,9 @@ class Supervisor:
         self._stopping = False
         self._exit_code: int | None = None
         self._kill_at: float | None = None
+        signs = LifeSigns(self._runtime, config.server.api_workers, create=True)
+        self._life_watch = LifeWatch(signs, config.parallel.watchdog_timeout)
+        self._hung: dict[int, str] = {}  # pid of a child that was killed because it hung -> what was seen
         self._engine = self._start_engine()
 
     def run(self) -> int:
@@ -99,16 +108,23 @@ class Supervisor:
             for index in range(self.config.server.api_workers):
                 self._start_api(index)
             while self._exit_code is None:
-                timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-                events = self._selector.select(timeout)
+                events = self._selector.select(self._until_due())
                 for key, _ in events:
                     key.data()
+                if self._life_watch.is_due and not self._stopping:
+                    self._end_hung_children()
                 if not events and self._kill_at is not None and time.monotonic() >= self._kill_at:
                     logger.error("the processes did not end in time: killing them")
                     self._exit_code = 1
             return self._exit_code
         finally:
             self._kill_everything()
+
+    def _until_due(self) -> float | None:
+        """Seconds until something is to be done without anybody's asking; None: never."""
+        moments = [self._kill_at, None if self._stopping else self._life_watch.due_at]
+        due = min((moment for moment in moments if moment is not None), default=None)
+        return None if due is None else max(0.0, due - time.monotonic())
 
     # -- children -------------------------------------------------------------------------------
 
@@ -138,17 +154,20 @@ class Supervisor:
             if process.poll() is not None:
                 del self._apis[index]
                 if not self._stopping:
-                    self._api_died(index, process.returncode)
+                    self._api_died(index, process.pid, process.returncode)
         engine_code = self._engine.process.poll()
         if engine_code is not None and self._exit_code is None:
             self._engine_ended(engine_code)
         elif self._stopping and not self._apis:
             self._engine.terminate()
 
-    def _api_died(self, index: int, code: int) -> None:
-        logger.error("API process %d died (%s); its requests are aborted", index, _how(code))
-        with contextlib.suppress(zmq.Again):  # an engine that reads nothing has other troubles; the successor's hello says the same
-            self._intake.send(ENCODER.encode(ClientGone(index)), zmq.NOBLOCK)
+    def _api_died(self, index: int, pid: int, code: int) -> None:
+        how = self._hung.pop(pid, None) or _how(code)
+        channel = self._channels.pop(index, None)
+        if channel is not None:
+            channel.close(linger=0)  # what it has not read is not for its successor
+        logger.error("API process %d died (%s); its requests are aborted", index, how)
+        self._tell_engine(ClientGone(index, f"it died ({how})"))
         if code == EXIT_HOPELESS:
             self._fail(f"API process {index} can't do its work and would not the next time: see its message above")
         elif self._may_restart(f"api-{index}"):
@@ -160,15 +179,17 @@ class Supervisor:
         if self._stopping:
             self._exit_code = 0 if code == 0 else 1
             return
+        hung = self._hung.pop(self._engine.process.pid, None)
+        how = hung or _how(code)
         self._finish_progress()
-        self._tell_apis(EngineStatus(state="failed", message=f"the engine process ended ({_how(code)})"))
+        self._tell_apis(EngineStatus(state="failed", message=f"the engine process ended ({how})"))
         self._forget_status()
         self._engine.close()
         if self._was_ready and self.config.server.restart_engine and self._may_restart("engine"):
-            logger.error("the engine process died (%s) and is started again", _how(code))
+            logger.error("the engine process died (%s) and is started again", how)
             self._engine = self._start_engine()
         else:
-            self._fail(f"the engine process ended ({_how(code)}){_where_to_look(code)}")
+            self._fail(f"the engine process ended ({how}){'' if hung else _where_to_look(code)}")
 
     def _may_restart(self, name: str) -> bool:
         return self._restarts.setdefault(name, Restarts()).allow()
@@ -177,11 +198,33 @@ class Supervisor:
         logger.error("%s", message)
         self._exit_code = 1
 
+    def _tell_engine(self, message: ClientGone | EngineCheck) -> None:
+        with contextlib.suppress(zmq.Again):  # an engine that reads nothing has other troubles, and its next one hears of it all
+            self._intake.send(ENCODER.encode(message), zmq.NOBLOCK)
+
+    def _tell_api(self, index: int, message: EngineStatus | ClientCheck) -> None:
+        if index not in self._channels:
+            self._channels[index] = push_socket(self._zmq, self._runtime.ipc_address(client_name(index)))
+        with contextlib.suppress(zmq.Again):  # it reads nothing, and will be noticed for it
+            self._channels[index].send(ENCODER.encode(message), zmq.NOBLOCK)
+
     def _tell_apis(self, status: EngineStatus) -> None:
         for index in self._apis:
-            channel = push_socket(self._zmq, self._runtime.ipc_address(client_name(index)))
-            channel.send(ENCODER.encode(status), zmq.NOBLOCK)
-            channel.close(linger=500)
+            self._tell_api(index, status)
+
+    def _check_api(self, index: int, number: int) -> None:
+        self._tell_api(index, ClientCheck(number))
+
+    def _end_hung_children(self) -> None:
+        subjects = [
+            Subject(f"API process {index}", process.pid, api_place(index), functools.partial(self._check_api, index))
+            for index, process in self._apis.items()
+        ]
+        subjects.append(Subject("the engine process", self._engine.process.pid, ENGINE, lambda number: self._tell_engine(EngineCheck(number))))
+        for subject, reason in self._life_watch.round(subjects):
+            logger.error("%s (pid %d) hangs: %s. It is killed; what it can still say of its threads follows", subject.name, subject.pid, reason)
+            self._hung[subject.pid] = f"it hung: {reason}"
+            end_hanging(subject.pid)
 
     # -- statuses -------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import socket
 from fastengine.config import EngineConfig
 from fastengine.entrypoints.api_app import create_app
 from fastengine.frontend.engine_client import EngineClient
+from fastengine.frontend.evidence import RequestHistory
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.http_metrics import HttpMetrics
 from fastengine.frontend.http_server import HttpServer
@@ -35,10 +36,16 @@ GC_THRESHOLDS = (20_000, 20, 20)
 
 
 def build_front_end(config: EngineConfig, runtime_dir: RuntimeDir, client_index: int) -> FrontEnd:
-    engine = EngineClient(runtime_dir, client_index)
+    engine = EngineClient(runtime_dir, client_index, config.server.api_workers)
     traces = RequestTraces.of(config, runtime_dir.instance_id, client_index)
     server = config.server
-    manager = RequestManager(engine, default_timeout_s=server.request_timeout, reject_while_paused=server.reject_while_paused, traces=traces)
+    manager = RequestManager(
+        engine,
+        default_timeout_s=server.request_timeout,
+        reject_while_paused=server.reject_while_paused,
+        traces=traces,
+        history=RequestHistory.of(config, runtime_dir.instance_id, client_index),
+    )
     text = TextService(lambda: load_model_text(config.model), engine.prepare_grammar)
     return FrontEnd(config, engine, manager, text, HttpMetrics(runtime_dir, client_index), traces)
 

@@ -20,10 +20,12 @@ import zmq
 
 from fastengine.frontend.errors import ApiError, engine_unavailable
 from fastengine.ipc import channels
+from fastengine.ipc.life_signs import LifeSigns, api_place
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse, PrepareGrammar, ToClient
 from fastengine.protocol.outputs import EngineStatus, OutputBatch
 from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, GrammarSpec, IntakeMessage
+from fastengine.protocol.supervision import ClientCheck
 
 logger = logging.getLogger(__name__)
 # Messages taken per wake before other callbacks of the loop get their turn.
@@ -31,7 +33,7 @@ MESSAGES_PER_WAKE = 64
 # How long closing may take to get the last aborts to the engine.
 CLOSE_LINGER_MS = 200
 GRAMMAR_TIMEOUT_S = 60.0
-_DECODER = msgspec.msgpack.Decoder(ToClient)
+_DECODER = msgspec.msgpack.Decoder(ToClient | ClientCheck)
 
 
 class EngineClient:
@@ -41,8 +43,10 @@ class EngineClient:
     nothing of requests. Everything runs on the loop that called :meth:`start`.
     """
 
-    def __init__(self, runtime_dir: RuntimeDir, client_index: int):
+    def __init__(self, runtime_dir: RuntimeDir, client_index: int, num_api_processes: int = 1):
         self.client_index = client_index
+        self._num_api_processes = num_api_processes
+        self._life_signs: LifeSigns | None = None  # opened for the supervisor's first check
         self.status = EngineStatus(state="starting", message="waiting for the engine process")
         self.runtime_dir = runtime_dir
         self._pending: dict[str, asyncio.Future[ControlResponse]] = {}
@@ -70,6 +74,8 @@ class EngineClient:
         for future in self._pending.values():
             future.cancel()
         self._context.destroy(linger=CLOSE_LINGER_MS)
+        if self._life_signs is not None:
+            self._life_signs.close()
 
     # -- to the engine ------------------------------------------------------------------------
 
@@ -178,10 +184,17 @@ class EngineClient:
             self._on_outputs(message)
         elif isinstance(message, EngineStatus):
             self._status_changed(message)
+        elif isinstance(message, ClientCheck):
+            self._answer(message)
         else:
             future = self._pending.get(message.request_id)
             if future is not None and not future.done():
                 future.set_result(message)
+
+    def _answer(self, check: ClientCheck) -> None:
+        if self._life_signs is None:
+            self._life_signs = LifeSigns(self.runtime_dir, self._num_api_processes)
+        self._life_signs.answer(api_place(self.client_index), check.number)
 
     def _status_changed(self, status: EngineStatus) -> None:
         before, self.status = self.status, status

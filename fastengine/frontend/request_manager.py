@@ -22,6 +22,7 @@ import numpy as np
 
 from fastengine.frontend.engine_client import EngineClient
 from fastengine.frontend.errors import ApiError, engine_unavailable
+from fastengine.frontend.evidence import RequestHistory, SentRequest
 from fastengine.frontend.request_traces import RequestTrace, RequestTraces
 from fastengine.protocol.outputs import FINISH_ABORT, FINISH_STOP, EngineError, EngineStatus, FinishReason, OutputBatch, TokenOutput, TopLogprobs
 from fastengine.protocol.requests import GenerateRequest, SamplingParams
@@ -69,14 +70,16 @@ class SequenceUpdate(msgspec.Struct, kw_only=True):
 class RequestRecord:
     """One sequence that the engine works on for a stream of this process."""
 
-    __slots__ = ("handle", "index", "pending", "request_id", "stream")
+    __slots__ = ("handle", "index", "pending", "request_id", "sent", "stream")
 
-    def __init__(self, stream: GenerationStream, request_id: str, handle: int, index: int):
+    def __init__(self, stream: GenerationStream, request_id: str, handle: int, index: int, sent: SentRequest | None):
+        """``sent``: for the report of a crash, if one is wanted."""
         self.stream = stream
         self.request_id = request_id
         self.handle = handle
         self.index = index
         self.pending: SequenceUpdate | None = None
+        self.sent = sent
 
 
 class SequenceInput(msgspec.Struct, frozen=True):
@@ -184,9 +187,18 @@ class RequestManager:
     Runs on one event loop; nothing here blocks or is thread-safe.
     """
 
-    def __init__(self, engine: EngineClient, *, default_timeout_s: float, reject_while_paused: bool = False, traces: RequestTraces | None = None):
-        """``traces`` None: nobody looks at spans, and none are made."""
+    def __init__(
+        self,
+        engine: EngineClient,
+        *,
+        default_timeout_s: float,
+        reject_while_paused: bool = False,
+        traces: RequestTraces | None = None,
+        history: RequestHistory | None = None,
+    ):
+        """``traces`` None: nobody looks at spans, and none are made; ``history`` None: nobody wants reports of crashes."""
         self._engine = engine
+        self._history = history
         self._traces = traces
         self._default_timeout_s = default_timeout_s
         self._reject_while_paused = reject_while_paused
@@ -269,7 +281,8 @@ class RequestManager:
         self._streams[stream.request_id] = stream
         self._ids.update(ids)
         for request in requests:
-            record = RequestRecord(stream, request.request_id, request.handle, request.index)
+            sent = None if self._history is None else self._history.sent(request)
+            record = RequestRecord(stream, request.request_id, request.handle, request.index, sent)
             stream._live[request.index] = record
             self._records[request.handle] = record
         timeout_s = requests[0].timeout_s
@@ -294,7 +307,13 @@ class RequestManager:
     def _drop(self, records: list[RequestRecord], reason: Literal["abort", "stop"] = FINISH_ABORT) -> None:
         self._engine.abort([record.handle for record in records], reason)
         for record in records:
+            if record.sent is not None:
+                self._remember(record.sent, reason)
             self._forget(record)
+
+    def _remember(self, sent: SentRequest, reason: FinishReason, error: EngineError | None = None) -> None:
+        assert self._history is not None  # it has made ``sent``
+        self._history.ended(sent, reason, error)
 
     def _forget(self, record: RequestRecord) -> None:
         del self._records[record.handle]
@@ -311,6 +330,8 @@ class RequestManager:
             record = records.get(handle)
             if record is None:
                 continue  # aborted here, the engine does not know yet
+            if record.sent is not None:
+                record.sent.token_ids.append(token_id)
             pending = record.pending
             if pending is None:
                 record.pending = SequenceUpdate(index=record.index, token_ids=[token_id])
@@ -328,8 +349,12 @@ class RequestManager:
             record.pending = SequenceUpdate(index=record.index, token_ids=[])
             stream._notify(record)
         record.pending.merge(output)
+        if record.sent is not None:
+            record.sent.take(output)
         if output.finish_reason is not None:
             del stream._live[record.index]
+            if record.sent is not None:
+                self._remember(record.sent, output.finish_reason, output.error)
             self._forget(record)
             stream._ended_one()
 
@@ -341,6 +366,9 @@ class RequestManager:
         lost = now.state == "failed" or (now.state == "starting" and before.state != "starting")
         if not lost:
             return
+        if self._history is not None and before.state != "failed" and not now.has_report:
+            unfinished = [record.sent for record in self._records.values() if record.sent is not None]
+            self._history.engine_died(now.message or "it was started again", unfinished, before.weight_version)
         message = f"the engine has failed: {now.message}" if now.state == "failed" else "the engine was started again"
         for stream in list(self._streams.values()):
             stream.interrupt(engine_unavailable(message))

@@ -16,16 +16,23 @@ import contextlib
 import shutil
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 from fastengine.ipc.bell import Bell, BellClosed, BellRinger
 from fastengine.ipc.ring import RingReader, RingWriter, create_ring
 from fastengine.ipc.signals import SignalBoard
 from fastengine.ipc.spin import Spinner
 
-PLAN_RING_BYTES = 8 << 20
-RESULT_RING_BYTES = 8 << 20
+MIN_RING_BYTES = 8 << 20
 ENGINE_BELL = "engine.bell"
 GENERATION_PREFIX = "workers-"
+
+
+class RingSizes(NamedTuple):
+    """Bytes of message room in the ring of plans and in rank 0's ring of results; one message may take half."""
+
+    plans: int = MIN_RING_BYTES
+    results: int = MIN_RING_BYTES
 
 
 def generation_dir(runtime_dir: Path, generation: int) -> Path:
@@ -35,13 +42,14 @@ def generation_dir(runtime_dir: Path, generation: int) -> Path:
 class EngineEnd:
     """The engine's side: creates the files, publishes to all ranks, reads each rank's answers."""
 
-    def __init__(self, runtime_dir: Path, generation: int, num_ranks: int):
+    def __init__(self, runtime_dir: Path, generation: int, num_ranks: int, sizes: RingSizes = RingSizes()):  # noqa: B008 - immutable
         self.path = generation_dir(runtime_dir, generation)
         self.path.mkdir(mode=0o700)
         self.num_ranks = num_ranks
-        create_ring(self.path / "plans", capacity=PLAN_RING_BYTES, num_readers=num_ranks)
+        create_ring(self.path / "plans", capacity=sizes.plans, num_readers=num_ranks)
         for rank in range(num_ranks):
-            create_ring(self.path / f"results-{rank}", capacity=RESULT_RING_BYTES, num_readers=1)
+            capacity = sizes.results if rank == 0 else MIN_RING_BYTES  # the others answer commands alone
+            create_ring(self.path / f"results-{rank}", capacity=capacity, num_readers=1)
         self.signals = SignalBoard(self.path / "signals", num_ranks=num_ranks, create=True)
         self._plans = RingWriter(self.path / "plans")
         self._results = [RingReader(self.path / f"results-{rank}") for rank in range(num_ranks)]

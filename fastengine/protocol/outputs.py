@@ -70,7 +70,7 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status", array_like=True):
     """The engine's own state, sent to every API process when it changes and in answer to a hello.
 
     ``state`` is one of ``starting, ready, recovering, stopping, failed``; ``progress`` is 0..1 while
-    starting. ``limits`` are known from ``ready`` on.
+    starting. ``has_report``: the engine failed and could write its crash report itself.
     """
 
     state: Literal["starting", "ready", "recovering", "stopping", "failed"]
@@ -80,3 +80,4 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status", array_like=True):
     sleeping: bool = False
     weight_version: str = ""
     num_blocks: int = 0
+    has_report: bool = False

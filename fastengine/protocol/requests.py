@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from fastengine.protocol.supervision import EngineCheck
+
 # How hidden states become one vector: their mean over the prompt, or the last position's.
 Pooling = Literal["mean", "last"]
 
@@ -109,9 +111,11 @@ class ClientHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class ClientGone(msgspec.Struct, frozen=True, tag="gone"):
-    """Sent by the supervisor when an API process died: all of its requests are aborted."""
+    """Sent by the supervisor when an API process died: all of its requests are aborted. ``reason`` is for the crash report."""
 
     client_index: int
+    reason: str
 
 
-IntakeMessage = GenerateRequest | AbortRequest | ClientHello | ClientGone
+ClientMessage = GenerateRequest | AbortRequest | ClientHello | ClientGone
+IntakeMessage = ClientMessage | EngineCheck

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from fastengine.entrypoints.cli import main as cli
-from fastengine.observability.request_log import read_requests
+from fastengine.observability.request_log import RequestRecord, read_requests
 from tests.e2e.conftest import MORTAL_FLAGS as FLAGS
 from tests.e2e.conftest import TINY
 from tests.e2e.streams import stream_all
@@ -44,6 +46,11 @@ def rank_pids(server: Server) -> dict[int, int]:
     """rank -> pid, in the order the launcher started them."""
     pids = sorted(pid for pid, command in server.tree().items() if WORKER in command and "launch_ranks" not in command)
     return dict(enumerate(pids))
+
+
+def read_report(path: Path) -> tuple[dict[str, Any], list[RequestRecord]]:
+    """The first line of a crash report, and its requests."""
+    return json.loads(path.read_text().splitlines()[0]), list(read_requests(path))
 
 
 def test_kill_9_of_a_worker_under_32_streams_changes_no_token(mortal: Server, undisturbed: list[list[int]]) -> None:
@@ -99,6 +106,10 @@ def test_a_dead_engine_is_a_503_at_once_and_is_started_again(mortal: Server, und
         rest = "".join(lines)
         assert "[DONE]" not in rest.split('"error"')[0]
         assert '"error"' in rest
+    report, records = read_report(sorted(mortal.dumps.glob("crash-*-api0-*"))[-1])
+    assert report["what"] == "engine"
+    assert [(record.state, record.prompt_token_ids) for record in records if record.state != "finished"] == [("running", [5, 6])]
+    assert all(record.output_token_ids for record in records if record.state != "waiting")
     refused = httpx.post(mortal.url + "/v1/completions", json=body, timeout=10)
     assert refused.status_code == 503, refused.text
     wait_ready(mortal)
@@ -106,6 +117,31 @@ def test_a_dead_engine_is_a_503_at_once_and_is_started_again(mortal: Server, und
     if signum == signal.SIGALRM:
         assert "it hung for --watchdog-timeout seconds" in mortal.output()
         assert "engine/service.py" in mortal.output().rsplit("it hung for", 1)[0]
+
+
+@pytest.mark.parametrize("victim", [ENGINE, FRONT_END], ids=["engine", "api"])
+def test_a_stopped_process_counts_as_dead(mortal: Server, undisturbed: list[list[int]], victim: str) -> None:
+    """Nothing in it can tell: its supervisor asks, and notices that it neither answers nor uses the CPU."""
+    pid, hangs_before = mortal.find(victim), mortal.output().count(" hangs: it was stopped")
+    body = {"model": "default", "prompt": [5, 6], "max_tokens": 240, "ignore_eos": True, "stream": True}
+    with contextlib.suppress(httpx.TransportError):  # what a client of a killed API process sees
+        with httpx.stream("POST", mortal.url + "/v1/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            os.kill(pid, signal.SIGSTOP)
+            rest = "".join(lines)
+        # It is continued for a moment before its end, to say where it stands, which may be enough to finish.
+        assert '"error"' in rest or rest.endswith("[DONE]")
+    wait_until(lambda: pid not in mortal.tree(), 60, "the victim's end")
+    wait_ready(mortal)
+    assert mortal.output().count(" hangs: it was stopped") == hangs_before + 1
+    stacks = mortal.output().rsplit(" hangs: it was stopped", 1)[1]
+    assert ("engine/service.py" if victim == ENGINE else "fastengine/frontend/__main__.py") in stacks
+    report, records = read_report(max(mortal.dumps.glob("crash-*"), key=lambda path: path.stat().st_mtime))
+    assert report["what"] == ("engine" if victim == ENGINE else "API process 0")
+    assert "it hung: it was stopped" in report["reason"]
+    assert records[-1].prompt_token_ids == [5, 6]  # finished meanwhile, in the engine of a stopped API process
+    assert stream_all(mortal, 4, TOKENS) == undisturbed[:4]
 
 
 def test_two_ranks_give_what_one_gives_and_survive_the_death_of_one(undisturbed: list[list[int]]) -> None:

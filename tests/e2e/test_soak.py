@@ -33,4 +33,4 @@ def test_every_token_is_counted_and_the_servers_cpu_time_is_its_own(null_server:
     assert summary.output_tokens == 4 * 2 * 40
     assert {"supervisor", "engine", "API process", "worker"} <= set(cpu_s)
     assert all(used >= 0 for used in cpu_s.values())
-    assert bench_engine.row(4, summary, cpu_s).startswith("| 4 | ")
+    assert bench_engine.row(0.0, 4, summary, cpu_s).startswith("| 0 | 4 | ")

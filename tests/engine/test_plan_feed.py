@@ -10,7 +10,7 @@ import pytest
 from fastengine.engine import plan_feed
 from fastengine.engine.launcher import first_generation
 from fastengine.engine.plan_feed import PlanFeed
-from fastengine.ipc.worker_link import PLAN_RING_BYTES, EngineEnd, WorkerEnd, generation_dir
+from fastengine.ipc.worker_link import MIN_RING_BYTES, EngineEnd, WorkerEnd, generation_dir
 from fastengine.protocol.steps import StepPlan, ToWorker, WorkerCommand
 
 
@@ -22,7 +22,7 @@ def link(short_tmp: Path) -> EngineEnd:
 def test_what_the_ring_has_no_room_for_waits_and_keeps_its_order(short_tmp: Path, link: EngineEnd) -> None:
     worker = WorkerEnd(short_tmp, 0, 0, 1)
     feed = PlanFeed(link, 0.0)
-    large = bytes(PLAN_RING_BYTES // 3)
+    large = bytes(MIN_RING_BYTES // 3)
     for step in range(6):
         feed.send(StepPlan(step_id=step, decodes=large))
     feed.send(WorkerCommand(command_id=1, name="ping"))

@@ -7,7 +7,7 @@ import pytest
 from fastengine.engine.admitter import MAX_BYPASSES, MAX_STARTED_BYTES
 from fastengine.engine.request_state import RequestStatus
 from fastengine.ipc.channels import ENCODER
-from fastengine.ipc.worker_link import PLAN_RING_BYTES
+from fastengine.ipc.worker_link import MIN_RING_BYTES
 from fastengine.protocol.requests import GrammarSpec
 from tests.engine.driver import Driver, Received
 from tests.engine.fake_worker import ints
@@ -232,6 +232,6 @@ def test_a_plan_stays_within_one_message_whatever_its_requests_bring() -> None:
         driver.turn()
         sizes += [len(ENCODER.encode(plan)) for plan in driver.published]
     assert max(sizes) > 2 << 20
-    assert max(sizes) < PLAN_RING_BYTES // 2
+    assert max(sizes) < MIN_RING_BYTES // 2
     for one in received:
         assert_right(one)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from fastengine.config import EngineConfig
 from fastengine.frontend.errors import ApiError, ClientDisconnected
+from fastengine.frontend.evidence import RequestHistory
 from fastengine.frontend.request_manager import RequestManager, SequenceInput
+from fastengine.observability.request_log import read_requests
 from fastengine.protocol.outputs import EngineError, EngineStatus, OutputBatch, TokenOutput, TopLogprobs
 from fastengine.protocol.requests import GenerateRequest, SamplingParams
 from fastengine.protocol.tokens import pack_token_ids
@@ -62,6 +67,33 @@ def manager(engine: RecordingEngine) -> RequestManager:
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 5))
+
+
+def test_what_a_dead_engine_leaves_unsaid_is_reported_by_its_client(engine, tmp_path):
+    """Finished, dropped and unfinished sequences with what they had; nothing when the engine has written its own report."""
+    config = EngineConfig.from_flags(model="m", crash_dump_dir=str(tmp_path))
+    history = RequestHistory.of(config, "inst", 3)
+    manager = RequestManager(engine, default_timeout_s=600.0, history=history)
+    ready, failed = EngineStatus(state="ready", weight_version="v"), EngineStatus(state="failed", message="killed")
+
+    async def test():
+        async with manager.generate("done", sequences()), manager.generate("left", sequences()), manager.generate("live", sequences()):
+            done, _, live = (request.handle for request in engine.sent)
+            manager.on_outputs(detail(done, token_ids=[7], num_cached_tokens=2))
+            manager.on_outputs(plain((done, 8), (live, 9)))
+            manager.on_outputs(detail(done, token_ids=[5], finish_reason="stop"))
+            manager._streams["left"].drop(0)
+            manager.on_status(ready, msgspec.structs.replace(failed, has_report=True))
+            assert list(tmp_path.iterdir()) == []
+            manager.on_status(ready, failed)
+            manager.on_status(failed, EngineStatus(state="starting"))  # its successor
+
+    run(test())
+    (file,) = tmp_path.iterdir()
+    head = json.loads(file.read_text().splitlines()[0])
+    assert (head["what"], head["reason"]) == ("engine", "killed")
+    found = {r.request_id: (r.state, r.finish_reason, r.output_token_ids) for r in read_requests(file)}
+    assert found == {"left": ("finished", "stop", []), "done": ("finished", "stop", [7, 8, 5]), "live": ("running", None, [9])}
 
 
 def test_unread_news_merge_into_one_update(engine, manager):
