@@ -95,7 +95,7 @@ def profile(server: LocalServer, directory: Path, streams: int, tokens: int) -> 
             if process.role in SHOWN_ROLES:
                 raw = Path(folder) / f"{process.role.replace(' ', '_').lower()}.raw"
                 command = ["py-spy", "record", "--pid", str(process.pid), "--rate", str(PROFILE_HZ), "--format", "raw", "--output", str(raw)]
-                samplers[raw] = subprocess.Popen([*command, "--duration", "8", "--nonblocking"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                samplers[raw] = subprocess.Popen([*command, "--duration", "8"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while any(sampler.poll() is None for sampler in samplers.values()):
             measure(server, streams, 1, tokens)
         directory.mkdir(parents=True, exist_ok=True)
