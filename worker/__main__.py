@@ -19,7 +19,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     del sys.path[0]
 
 from fastengine.config import EngineConfig
-from fastengine.ipc.process import die_with_parent
+from fastengine.ipc.process import die_with_parent, preempt_as_usual
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.ipc.worker_link import WorkerEnd
 from fastengine.worker.failure import FAILURE_EXIT_CODE, report_failure
@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--generation", required=True, type=int)
     args = parser.parse_args()
     die_with_parent(os.getppid())
+    preempt_as_usual()  # which the engine, its parent's parent, does not
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the supervisor decides
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # "where are you?", answered on stderr

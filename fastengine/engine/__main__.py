@@ -14,7 +14,7 @@ import msgspec
 from fastengine.config import EngineConfig
 from fastengine.engine.request_state import ModelLimits
 from fastengine.engine.service import EngineFailed, EngineService
-from fastengine.ipc.process import die_with_parent
+from fastengine.ipc.process import die_with_parent, wake_without_preempting
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.model_files.load import load_spec
 from fastengine.observability.logs import setup_logging
@@ -48,6 +48,7 @@ def main() -> int:
     config = EngineConfig.from_json(runtime.file("config.json").read_bytes())
     setup_logging("engine", config.observability.log_level)
     die_with_parent(args.parent_pid, signal.SIGTERM)
+    wake_without_preempting()
 
     def report(status: EngineStatus) -> None:
         with contextlib.suppress(BrokenPipeError):  # the parent is gone: SIGTERM is on its way

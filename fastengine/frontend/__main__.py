@@ -25,7 +25,7 @@ from fastengine.frontend.http_server import HttpServer
 from fastengine.frontend.request_manager import RequestManager
 from fastengine.frontend.request_traces import RequestTraces
 from fastengine.frontend.text_service import ModelText, TextService, load_model_text
-from fastengine.ipc.process import EXIT_HOPELESS, die_with_parent
+from fastengine.ipc.process import EXIT_HOPELESS, die_with_parent, wake_without_preempting
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.observability.logs import setup_logging
 from fastengine.observability.watchdog import EventLoopWatchdog
@@ -87,6 +87,7 @@ def main() -> int:
     parser.add_argument("--socket-fd", type=int, required=True, metavar="FD", help="Inherited descriptor of the listening socket.")
     args = parser.parse_args()
     die_with_parent(os.getppid())
+    wake_without_preempting()
     runtime_dir = RuntimeDir.join(args.runtime_dir)
     config = EngineConfig.from_json(runtime_dir.file("config.json").read_bytes())
     setup_logging(f"api-{args.client_index}", config.observability.log_level)

@@ -28,6 +28,25 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
         sys.exit(f"parent process {parent_pid} is gone")
 
 
+def wake_without_preempting() -> None:
+    """Have the kernel give this thread a core that is free, or when whoever runs there pauses, but take none away at its waking.
+
+    On a machine whose cores all compute a step, a process that wakes for a moment would stop one thread of it in
+    the middle of a task and let the others wait for that. Threads and processes started later inherit it.
+    """
+    _set_policy(os.SCHED_BATCH)
+
+
+def preempt_as_usual() -> None:
+    """Undo :func:`wake_without_preempting`, for a child of a process that called it."""
+    _set_policy(os.SCHED_OTHER)
+
+
+def _set_policy(policy: int) -> None:
+    with contextlib.suppress(OSError):  # a sandbox may refuse: then it is as it was
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+
+
 class SignalInbox:
     """SIGTERM, SIGINT and SIGCHLD as bytes on a descriptor that an event loop can wait for."""
 
