@@ -40,13 +40,18 @@ from fastengine.text.deltas import Delta
 
 # Field -> the values that ask for nothing, next to null.
 REFUSED: dict[str, tuple[Any, ...]] = {
+    "cache_control": ({"type": "ephemeral"},),
     "container": (),
     "context_management": ({},),
+    "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),
     "output_config": ({},),
     "output_format": (),
     "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "user_profile_id": (),
+    "workspace_id": (),
 }
 
 

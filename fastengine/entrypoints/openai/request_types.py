@@ -26,6 +26,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: Annotated[bool | None, Meta(description="A last chunk without choices holds the usage.")] = None
     continuous_usage_stats: Annotated[bool | None, Meta(description="Every chunk holds the usage so far.")] = None
+    include_obfuscation: Annotated[bool | None, Meta(description="There is none, whatever is asked.")] = None
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
@@ -127,6 +128,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     timeout_s: Annotated[Annotated[float, Meta(gt=0, le=1e6)] | None, Meta(description="Seconds after which the request ends with an error.")] = None
     cache_salt: Annotated[Annotated[str, Meta(max_length=256)] | None, Meta(description="KV blocks are shared only among equal salts.")] = None
     user: Annotated[str | None, Meta(description="The caller's name for its end user; has no effect.")] = None
+    safety_identifier: Annotated[str | None, Meta(description="As user.")] = None
+    prompt_cache_key: Annotated[str | None, Meta(description="Prefixes are found in the cache without it; has no effect.")] = None
     metadata: Annotated[dict[str, Any] | None, Meta(description="The caller's own notes; have no effect.")] = None
 
 

@@ -34,11 +34,16 @@ ABORT_TIMEOUT_S = 10.0
 MAX_LISTED = 100
 # Field -> the values that ask for nothing, next to null.
 REFUSED: dict[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "background_options": ({},),
     "context_management": ([],),
     "conversation": (),
+    "image": (),
     "max_tool_calls": (),
+    "moderation": (),
     "prompt": (),
-    "prompt_cache_retention": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": ("in_memory",),
     "service_tier": ("auto", "default"),
 }
 
