@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +91,6 @@ class Row:
     ceiling: str
     share: float  # of the ceiling; 0 if that was not measured
     target: float
-    beside: str = ""
 
     @property
     def misses(self) -> bool:
@@ -101,10 +102,11 @@ class Row:
         )
         share = f"{self.share:.0%} of {self.ceiling}" if self.share else "-"
         target = "-" if not self.target else f"{self.target:.0%}" + (" MISSED" if self.misses else "")
-        return f"| {self.name} | {self.seconds * 1e6:.1f} | {achieved} | {share} | {target} | {self.beside or '-'} |"
+        return f"| {self.name} | {self.seconds * 1e6:.1f} | {achieved} | {share} | {target} |"
 
 
-HEADER = "| kernel | us | achieved | share of ceiling | target | beside |\n|---|---|---|---|---|---|"
+HEADER = "| kernel | us | achieved | share of ceiling | target |\n|---|---|---|---|---|"
+BESIDE_HEADER = "| the same attention | |\n|---|---|"
 
 
 @dataclass
@@ -116,7 +118,7 @@ class Device:
     entries: dict[str, Sequence[Any]]  # "check" and "speed" -> catalogue entries
     repeats: int
     measure_ceilings: Callable[[], dict[str, float]]  # ceiling -> per second
-    baselines: Callable[[str], str]
+    baselines: Callable[[str], list[str]]  # of a catalogue entry: others' times, if there are any
 
 
 def run_entry(device: Device, entry: Any) -> str | None:
@@ -161,12 +163,21 @@ def run_timings(device: Device, clock: Clock, report: Callable[[str], None]) -> 
         seconds = device.bench.memory.seconds(workload.launch, device.repeats)
         needed = workload.operations if workload.ceiling == "matrix" else workload.num_bytes
         share = needed / seconds / ceilings[workload.ceiling] if workload.ceiling in ceilings else 0.0
-        row = Row(
-            entry.name, seconds, workload.num_bytes, workload.operations, workload.ceiling, share, workload.target, device.baselines(entry.name)
-        )
+        row = Row(entry.name, seconds, workload.num_bytes, workload.operations, workload.ceiling, share, workload.target)
         rows.append(row)
         report(row.text())
     return rows
+
+
+def run_baselines(device: Device, rows: Sequence[Row], clock: Clock, report: Callable[[str], None]) -> None:
+    """Last of all: FlashInfer may compile its kernels first."""
+    report("\n" + BESIDE_HEADER)
+    for row in rows:
+        if not clock.allows(f"others beside {row.name}", 1.0):
+            continue
+        others = device.baselines(row.name)
+        if others:
+            report(f"| {row.name} | {', '.join([f'fastengine {row.seconds * 1e6:.1f} us', *others])} |")
 
 
 # ---- devices ---------------------------------------------------------------------------------------
@@ -178,7 +189,7 @@ def shim_device(seed: int) -> Device:
     rng = np.random.default_rng(seed)
     bench = workload.Bench(abi.Operators(build.build_shim_library()), memory.HostMemory(rng), rng)
     tiny = part("checks.catalogue").TINY
-    return Device("host shim", bench, {"check": tiny, "speed": tiny}, 1, lambda: {"copy": 1.0, "matrix": 1.0}, lambda name: "")
+    return Device("host shim", bench, {"check": tiny, "speed": tiny}, 1, lambda: {"copy": 1.0, "matrix": 1.0}, lambda name: [])
 
 
 def import_torch() -> Any:
@@ -212,123 +223,75 @@ def gpu_device(seed: int, report: Callable[[str], None]) -> Device:
     place = memory.TorchMemory(torch, seed)
     bench = workload.Bench(abi.Operators(library), place, np.random.default_rng(seed), place.stream)
     catalogue = part("checks.catalogue")
-    baselines = Baselines(torch, place)
+    baselines = part("checks.baselines")
+    others = baselines.Baselines(place, baselines.Sizes(), baselines.import_flashinfer())
     entries = {"check": catalogue.CHECKS, "speed": catalogue.SPEED}
-    return Device(torch.cuda.get_device_name(), bench, entries, 20, lambda: torch_ceilings(torch, place), baselines.text)
+    return Device(torch.cuda.get_device_name(), bench, entries, 20, lambda: baselines.ceilings(place, baselines.Sizes()), others.texts)
 
 
-def torch_ceilings(torch: Any, memory: Any) -> dict[str, float]:
-    """Bytes a second of a large copy (read and written), operations a second of a large bfloat16 product."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy = memory.seconds(lambda: target.copy_(source), 10)
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    product = memory.seconds(lambda: torch.matmul(a, b, out=out), 10)
-    return {"copy": 2 * source.numel() / copy, "matrix": 2 * 8192**3 / product}
+def torch_host_device(seed: int) -> Device:
+    """As :func:`shim_device`, with PyTorch's tensors and timings in host memory: tests what a GPU's run does with PyTorch."""
+    abi, build, memory, baselines = part("abi"), part("build"), part("checks.memory"), part("checks.baselines")
+    place = memory.TorchHostMemory(importlib.import_module("torch"), seed)
+    bench = part("checks.workload").Bench(abi.Operators(build.build_shim_library()), place, np.random.default_rng(seed), place.stream)
+    tiny, sizes = part("checks.catalogue").TINY, baselines.TINY_SIZES
+    others = baselines.Baselines(place, sizes, baselines.import_flashinfer())
+    same = {"paged_attention decode": baselines.DECODE, "paged_attention prefill": baselines.PREFILL}
 
+    def measure_ceilings() -> dict[str, float]:
+        # The shim's speed is nobody's business: any of it is enough.
+        return dict.fromkeys(baselines.ceilings(place, sizes), 1.0)
 
-class Baselines:
-    """The same attention by PyTorch and, where it imports, FlashInfer: contiguous and paged caches in bfloat16."""
-
-    def __init__(self, torch: Any, memory: Any):
-        self._torch, self._memory, self._catalogue = torch, memory, part("checks.catalogue")
-        spec = importlib.util.find_spec("flashinfer")
-        self._flashinfer = importlib.import_module("flashinfer") if spec is not None else None
-
-    def text(self, name: str) -> str:
-        makers = {
-            self._catalogue.DECODE: (self._torch_decode, self._flashinfer_decode),
-            self._catalogue.PREFILL: (self._torch_prefill, self._flashinfer_prefill),
-        }
-        if name not in makers:
-            return ""
-        of_torch, of_flashinfer = makers[name]
-        texts = [self._timed("SDPA", of_torch)]
-        if self._flashinfer is not None:
-            texts.append(self._timed("FlashInfer", of_flashinfer))
-        return ", ".join(texts)
-
-    def _timed(self, name: str, make: Callable[[], Callable[[], Any]]) -> str:
-        try:
-            launch = make()
-            return f"{name} {self._memory.seconds(launch, 10) * 1e6:.1f} us"
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            # Another library's version may want other arguments: it is a yardstick, no part of the check.
-            return f"{name} failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-
-    def _random(self, *shape: int) -> Any:
-        return self._torch.randn(*shape, device="cuda", dtype=self._torch.bfloat16)
-
-    def _torch_decode(self) -> Callable[[], Any]:
-        heads, seqs, context = self._catalogue.LLAMA, self._catalogue.DECODE_BATCH, self._catalogue.DECODE_CONTEXT
-        query = self._random(seqs, heads.query, 1, heads.size)
-        key, value = (self._random(seqs, heads.kv, context, heads.size) for _ in range(2))
-        attend = self._torch.nn.functional.scaled_dot_product_attention
-        return lambda: attend(query, key, value, enable_gqa=True)
-
-    def _torch_prefill(self) -> Callable[[], Any]:
-        heads, tokens = self._catalogue.LLAMA, self._catalogue.PREFILL_TOKENS
-        query, key, value = (self._random(1, n, tokens, heads.size) for n in (heads.query, heads.kv, heads.kv))
-        attend = self._torch.nn.functional.scaled_dot_product_attention
-        return lambda: attend(query, key, value, is_causal=True, enable_gqa=True)
-
-    def _flashinfer_decode(self) -> Callable[[], Any]:
-        torch, heads, seqs, page = self._torch, self._catalogue.LLAMA, self._catalogue.DECODE_BATCH, 16
-        pages = self._catalogue.DECODE_CONTEXT // page
-        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD")
-        starts = torch.arange(seqs + 1, device="cuda", dtype=torch.int32) * pages
-        order = torch.randperm(seqs * pages, device="cuda").to(torch.int32)
-        last = torch.full((seqs,), page, device="cuda", dtype=torch.int32)
-        wrapper.plan(starts, order, last, heads.query, heads.kv, heads.size, page, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
-        query, cache = self._random(seqs, heads.query, heads.size), self._random(seqs * pages, 2, page, heads.kv, heads.size)
-        return lambda: wrapper.run(query, cache)
-
-    def _flashinfer_prefill(self) -> Callable[[], Any]:
-        heads, tokens = self._catalogue.LLAMA, self._catalogue.PREFILL_TOKENS
-        query, key, value = (self._random(tokens, n, heads.size) for n in (heads.query, heads.kv, heads.kv))
-        return lambda: self._flashinfer.single_prefill_with_kv_cache(query, key, value, causal=True)
+    entries = {"check": tiny, "speed": tiny}
+    return Device("host shim through PyTorch", bench, entries, 1, measure_ceilings, lambda name: others.texts(same.get(name, "")))
 
 
 # ---- the whole -------------------------------------------------------------------------------------
 
 
-def check_device(device: Device, clock: Clock, report: Callable[[str], None]) -> int:
+@dataclass
+class Outcome:
+    """What is known so far: the exit status, should time run out now."""
+
+    status: int = WRONG
+    rows: list[Row] = field(default_factory=list)
+
+
+def check_device(device: Device, clock: Clock, report: Callable[[str], None], outcome: Outcome) -> int:
     report(f"\n## Results on {device.name}\n")
     right = run_checks(device, clock, report)
-    rows: list[Row] = []
     if right:
         report("\n## Speed\n")
-        rows = run_timings(device, clock, report)
+        outcome.rows = run_timings(device, clock, report)
+        outcome.status = MISSED_TARGET if any(row.misses for row in outcome.rows) else RIGHT
+        run_baselines(device, outcome.rows, clock, report)
     report("")
     for name in clock.skipped:
         report(f"- skipped, out of time: {name}")
-    missed = [row.name for row in rows if row.misses]
+    missed = sum(row.misses for row in outcome.rows)
     report(
-        f"{'All results are right' if right else 'WRONG RESULTS'}; {len(missed)} targets missed; {len(clock.skipped)} parts skipped; {clock.elapsed_s():.0f} s."
+        f"{'All results are right' if right else 'WRONG RESULTS'}; {missed} targets missed; {len(clock.skipped)} parts skipped; {clock.elapsed_s():.0f} s."
     )
-    if not right:
-        return WRONG
-    return MISSED_TARGET if missed else RIGHT
+    return outcome.status
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Check and time fastengine's CUDA operators on a GPU.")
-    parser.add_argument("--backend", choices=("gpu", "shim"), default="gpu", help="shim: the kernels on the CPU at tiny sizes, to test this script")
-    parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for everything (default 480)")
-    parser.add_argument("--seed", type=int, default=None, help="of the random inputs (default: the time)")
-    parser.add_argument("--output", type=Path, help="also write the report to this file")
-    args = parser.parse_args(argv)
-    clock, lines = Clock(args.budget_s), []
+def end_at(clock: Clock, finish: Callable[[], None], leave: Callable[[], None]) -> threading.Timer:
+    """Calls ``finish``, then ``leave``, when the whole budget is used: a kernel that hangs never returns to Python."""
 
-    def report(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
+    def out_of_time() -> None:
+        finish()
+        leave()
 
-    seed = args.seed if args.seed is not None else time.time_ns() % 2**31
+    timer = threading.Timer(max(0.0, clock.budget_s - clock.elapsed_s()), out_of_time)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def check(device_of: Callable[[int, Callable[[str], None]], Device], seed: int, clock: Clock, report: Callable[[str], None], outcome: Outcome) -> int:
     report(f"# CUDA operators, seed {seed}\n")
     try:
-        device = shim_device(seed) if args.backend == "shim" else gpu_device(seed, report)
+        device = device_of(seed, report)
     except NotHere as reason:
         report(f"gpu_check: {reason}")
         return NO_GPU
@@ -338,9 +301,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not clock.allows("everything but the build", BUILD_SHARE):
         report(f"gpu_check: the build alone took {clock.elapsed_s():.0f} s; run again, it is cached now")
         return WRONG
-    status = check_device(device, clock, report)
-    if args.output:
-        args.output.write_text("\n".join(lines) + "\n")
+    return check_device(device, clock, report, outcome)
+
+
+DEVICES: dict[str, Callable[[int, Callable[[str], None]], Device]] = {
+    "gpu": gpu_device,
+    "shim": lambda seed, report: shim_device(seed),
+    "torch-host": lambda seed, report: torch_host_device(seed),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Check and time fastengine's CUDA operators on a GPU.")
+    parser.add_argument(
+        "--backend",
+        choices=tuple(DEVICES),
+        default="gpu",
+        help="to test this script, the kernels on the CPU at tiny sizes: shim with numpy alone, torch-host with PyTorch's tensors",
+    )
+    parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for everything (default 480)")
+    parser.add_argument("--seed", type=int, default=None, help="of the random inputs (default: the time)")
+    parser.add_argument("--output", type=Path, help="also write the report to this file")
+    args = parser.parse_args(argv)
+    clock, lines, outcome = Clock(args.budget_s), [], Outcome()
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    def write_report() -> None:
+        if args.output:
+            args.output.write_text("\n".join(lines) + "\n")
+
+    def out_of_time() -> None:
+        report(f"\ngpu_check: stopped after {clock.elapsed_s():.0f} s, in what follows the last line above")
+        write_report()
+
+    seed = args.seed if args.seed is not None else time.time_ns() % 2**31
+    timer = end_at(clock, out_of_time, lambda: os._exit(outcome.status)) if args.backend == "gpu" else None
+    status = check(DEVICES[args.backend], seed, clock, report, outcome)
+    if timer is not None:
+        timer.cancel()
+    write_report()
     return status
 
 

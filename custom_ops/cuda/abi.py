@@ -15,6 +15,15 @@ ARGS_HEADER = Path(__file__).parent / "kernels" / "args.h"
 OPERATORS_HEADER = ARGS_HEADER.with_name("launchers.h")
 UNSUPPORTED = -1
 
+# Of cudaError_t, those that a first run on a new machine may well meet.
+KNOWN_ERRORS = {
+    2: "out of memory",
+    35: "the driver is older than the toolkit that this was built with",
+    209: "the library has no code for this GPU",
+    700: "a kernel reached memory that is not its own",
+    719: "a kernel failed",
+}
+
 _SCALARS = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
 _STRUCT = re.compile(r"^struct (\w+) \{$(.*?)^\};$", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"^  ([\w ]+?(?:\*(?: const)?)*\**) (\w+);")
@@ -94,7 +103,7 @@ class Operators:
 
     def _describe(self, status: int) -> str:
         if status > 0:
-            return f"CUDA error {status}"
+            return f"CUDA error {status}" + (f": {KNOWN_ERRORS[status]}" if status in KNOWN_ERRORS else "")
         describe = self._library.fe_shim_error
         describe.restype = ctypes.c_char_p
         return str(describe().decode())

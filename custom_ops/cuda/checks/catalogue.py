@@ -83,16 +83,22 @@ CHECKS = [
     make_entry(elementwise.copy_blocks, pools=5, blocks=70, block_bytes=20000),
     *(make_entry(attention.attention_plan, f"{n} window {w}", seqs=n, heads=8, window=w) for n, w in ((1500, 0), (3, 700))),
     *(
-        make_entry(attention.paged_attention, f"mixed {h.size}/{h.value_size} {h.cache} group {h.query // h.kv}", heads=h, **_MIXED)
-        for h in (
-            Heads(8, 8, 64, 64),
-            Heads(8, 4, 96, 96, "float16", "float16", sinks=True),
-            Heads(8, 2, 128, 128, window=200),
-            Heads(14, 2, 128, 128, cache="int8"),
-            Heads(8, 1, 128, 128, "float16", "fp8", window=333, sinks=True),
-            Heads(4, 2, 192, 128),
-            Heads(4, 4, 192, 192, cache="fp8"),
-            Heads(4, 2, 256, 256, "float16", "float16"),
+        make_entry(
+            attention.paged_attention,
+            f"mixed {h.size}/{h.value_size} {h.cache} group {h.query // h.kv}, blocks of {b}",
+            heads=h,
+            block_size=b,
+            **_MIXED,
+        )
+        for h, b in (
+            (Heads(8, 8, 64, 64), 16),
+            (Heads(8, 4, 96, 96, "float16", "float16", sinks=True), 32),
+            (Heads(8, 2, 128, 128, window=200), 64),
+            (Heads(14, 2, 128, 128, cache="int8"), 16),
+            (Heads(8, 1, 128, 128, "float16", "fp8", window=333, sinks=True), 64),
+            (Heads(4, 2, 192, 128), 32),
+            (Heads(4, 4, 192, 192, cache="fp8"), 16),
+            (Heads(4, 2, 256, 256, "float16", "float16"), 64),
         )
     ),
     *(

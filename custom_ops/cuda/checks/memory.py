@@ -92,36 +92,43 @@ class HostMemory(Memory):
         pass
 
     def seconds(self, launch: Callable[[], None], repeats: int) -> float:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            launch()
-            times.append(time.perf_counter() - start)
-        return median(times)
+        return host_seconds(launch, repeats)
+
+
+def host_seconds(launch: Callable[[], None], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        launch()
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 class TorchMemory(Memory):
     """PyTorch tensors of bytes on a CUDA device; launches go to its current stream."""
 
+    device = "cuda"
+    # Written before every timed launch: more than any L2 cache holds.
+    flush_bytes = 256 << 20
+
     def __init__(self, torch: Any, seed: int):
-        self._torch = torch
-        self._generator = torch.Generator(device="cuda").manual_seed(seed)
-        # Written before every timed launch: more than any L2 cache holds.
-        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        self.torch = torch
+        self._generator = torch.Generator(device=self.device).manual_seed(seed)
+        self._flush = torch.empty(self.flush_bytes, dtype=torch.uint8, device=self.device)
 
     @property
-    def stream(self) -> int:
-        return int(self._torch.cuda.current_stream().cuda_stream)
+    def stream(self) -> int | None:
+        return int(self.torch.cuda.current_stream().cuda_stream)
 
     def wrap(self, tensor: Any, shape: tuple[int, ...], dtype: str) -> Array:
-        raw = tensor.contiguous().reshape(-1).view(self._torch.uint8)
+        raw = tensor.contiguous().reshape(-1).view(self.torch.uint8)
         return Array(int(raw.data_ptr()), shape, dtype, raw, lambda: raw.cpu().numpy().view(STORAGE[dtype]).reshape(shape))
 
     def upload(self, stored: np.ndarray, dtype: str) -> Array:
         stored = np.ascontiguousarray(stored, dtype=STORAGE[dtype])
         # At least one element to point to.
-        raw = self._torch.empty(max(16, stored.nbytes), dtype=self._torch.uint8, device="cuda")
-        raw[: stored.nbytes].copy_(self._torch.from_numpy(stored.reshape(-1).view(np.uint8).copy()))
+        raw = self.torch.empty(max(16, stored.nbytes), dtype=self.torch.uint8, device=self.device)
+        raw[: stored.nbytes].copy_(self.torch.from_numpy(stored.reshape(-1).view(np.uint8).copy()))
         return (
             self.wrap(raw[: stored.nbytes], stored.shape, dtype)
             if stored.nbytes
@@ -129,18 +136,18 @@ class TorchMemory(Memory):
         )
 
     def random(self, shape: tuple[int, ...], dtype: str, spread: float = 1.0) -> Array:
-        torch = self._torch
+        torch, where = self.torch, {"generator": self._generator, "device": self.device}
         if dtype in ("int8", "uint8"):
             low, high = (-127, 128) if dtype == "int8" else (0, 256)
-            return self.wrap(torch.randint(low, high, shape, generator=self._generator, device="cuda", dtype=getattr(torch, dtype)), shape, dtype)
+            return self.wrap(torch.randint(low, high, shape, dtype=getattr(torch, dtype), **where), shape, dtype)
         kind = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
-        return self.wrap((torch.randn(shape, generator=self._generator, device="cuda") * spread).to(kind), shape, dtype)
+        return self.wrap((torch.randn(shape, **where) * spread).to(kind), shape, dtype)
 
     def synchronize(self) -> None:
-        self._torch.cuda.synchronize()
+        self.torch.cuda.synchronize()
 
     def seconds(self, launch: Callable[[], None], repeats: int) -> float:
-        cuda = self._torch.cuda
+        cuda = self.torch.cuda
         events = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in range(repeats)]
         launch()
         for start, end in events:
@@ -150,3 +157,21 @@ class TorchMemory(Memory):
             end.record()
         cuda.synchronize()
         return median(start.elapsed_time(end) for start, end in events) / 1e3
+
+
+class TorchHostMemory(TorchMemory):
+    """The same tensors in host memory, for the shim: what a GPU's checks do with PyTorch, without the GPU."""
+
+    device = "cpu"
+    flush_bytes = 16
+
+    @property
+    def stream(self) -> int | None:
+        return None
+
+    def synchronize(self) -> None:
+        pass
+
+    def seconds(self, launch: Callable[[], None], repeats: int) -> float:
+        self._flush.zero_()
+        return host_seconds(launch, repeats)

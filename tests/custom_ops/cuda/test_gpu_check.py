@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import re
 import sys
+import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,7 +65,7 @@ def test_entries_for_a_gpu_name_known_sizes_and_are_told_apart(gpu_check: Module
 
 def run(gpu_check: ModuleType, device: object, budget_s: float = 60.0) -> tuple[int, str]:
     lines: list[str] = []
-    return gpu_check.check_device(device, gpu_check.Clock(budget_s), lines.append), "\n".join(lines)
+    return gpu_check.check_device(device, gpu_check.Clock(budget_s), lines.append, gpu_check.Outcome()), "\n".join(lines)
 
 
 def broken(entry: object) -> object:
@@ -123,6 +125,110 @@ def test_without_a_gpu_it_says_so_and_ends_with_2(gpu_check: ModuleType, capsys:
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert gpu_check.main([]) == gpu_check.NO_GPU
     assert "gpu_check: no GPU" in capsys.readouterr().out
+
+
+def test_through_pytorch(gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """All that a GPU's run does with PyTorch (uploads, random values, ceilings, the attention beside), in host memory."""
+    pytest.importorskip("torch")
+    assert gpu_check.main(["--backend", "torch-host"]) == gpu_check.RIGHT
+    out = capsys.readouterr().out
+    catalogue = gpu_check.part("checks.catalogue")
+    for entry in (*catalogue.PROBES, *catalogue.TINY):
+        assert f"- right: {entry.name}\n" in out
+    for attention in ("decode", "prefill"):
+        assert re.search(rf"\| paged_attention {attention} \| fastengine [\d.]+ us, SDPA [\d.]+ us", out), out
+    assert "All results are right; 0 targets missed; 0 parts skipped" in out
+
+
+class FakeTorch:
+    """Enough of a module for the attention of others to be set up: shapes are all there is."""
+
+    uint8 = bfloat16 = int32 = None
+
+    class Shape(tuple):
+        def __mul__(self, other: int) -> FakeTorch.Shape:
+            return self
+
+        def to(self, dtype: None) -> FakeTorch.Shape:
+            return self
+
+    def randn(self, *shape: int, device: str, dtype: None) -> tuple[int, ...]:
+        return shape
+
+    def empty(self, size: int, dtype: None, device: str) -> Shape:
+        return self.Shape((size,))
+
+    def arange(self, count: int, device: str, dtype: None) -> Shape:
+        return self.Shape((count,))
+
+    def randperm(self, count: int, device: str) -> Shape:
+        return self.Shape((count,))
+
+    def full(self, shape: tuple[int, ...], value: int, device: str, dtype: None) -> Shape:
+        return self.Shape(shape)
+
+
+def test_the_attention_of_others_has_the_sizes_of_ours_and_may_fail(gpu_check: ModuleType) -> None:
+    baselines, calls = gpu_check.part("checks.baselines"), []
+
+    def attend(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], **options: bool) -> None:
+        calls.append((query, key, value, options))
+
+    torch = FakeTorch()
+    torch.nn = SimpleNamespace(functional=SimpleNamespace(scaled_dot_product_attention=attend))
+    memory = SimpleNamespace(torch=torch, device="cuda", seconds=lambda launch, repeats: (launch(), 1e-3)[1])
+
+    class Wrapper:
+        def __init__(self, workspace: object, layout: str): ...
+
+        def plan(self, starts: tuple[int], order: tuple[int], last: tuple[int], *sizes: int, **types: None) -> None:
+            calls.append((starts, order, last, sizes))
+
+        def run(self, query: tuple[int, ...], cache: tuple[int, ...]) -> None:
+            calls.append((query, cache))
+
+    def prefill(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], causal: bool) -> None:
+        raise RuntimeError("no kernel image\nlong story")
+
+    flashinfer = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper, single_prefill_with_kv_cache=prefill)
+    others = baselines.Baselines(memory, baselines.Sizes(), flashinfer)
+    assert others.texts(baselines.DECODE) == ["SDPA 1000.0 us", "FlashInfer 1000.0 us"]
+    cache = (64, 8, 4096, 128)
+    assert calls[0] == ((64, 32, 1, 128), cache, cache, {"enable_gqa": True})
+    assert calls[1] == ((65,), (64 * 256,), (64,), (32, 8, 128, 16))
+    assert calls[2] == ((64, 32, 128), (64 * 256, 2, 16, 8, 128))
+    assert others.texts(baselines.PREFILL) == ["SDPA 1000.0 us", "FlashInfer failed: no kernel image"]
+    assert calls[3] == ((1, 32, 8192, 128), (1, 8, 8192, 128), (1, 8, 8192, 128), {"is_causal": True, "enable_gqa": True})
+    assert others.texts("rms_norm") == []
+    assert baselines.Baselines(memory, baselines.Sizes(), None).texts(baselines.PREFILL) == ["SDPA 1000.0 us"]
+
+
+def test_a_run_that_hangs_ends_with_its_budget_and_with_what_is_known(gpu_check: ModuleType) -> None:
+    calls, left = [], threading.Event()
+    clock = gpu_check.Clock(0.0)
+    gpu_check.end_at(clock, lambda: calls.append("report"), lambda: (calls.append("leave"), left.set()))
+    assert left.wait(30)
+    assert calls == ["report", "leave"]
+    later = gpu_check.end_at(gpu_check.Clock(3600.0), lambda: calls.append("never"), lambda: None)
+    assert later.interval > 3500
+    assert later.daemon
+    later.cancel()
+
+
+def test_the_outcome_is_known_before_others_are_timed(gpu_check: ModuleType, device: object) -> None:
+    """FlashInfer compiles its kernels at its first call: what a budget that ends there leaves behind is our own result."""
+    outcome = gpu_check.Outcome()
+    seen = []
+
+    def slow(name: str) -> list[str]:
+        seen.append((outcome.status, len(outcome.rows)))
+        return ["other 1.0 us"] if name == "argmax" else []
+
+    assert outcome.status == gpu_check.WRONG
+    lines: list[str] = []
+    gpu_check.check_device(dataclasses.replace(device, baselines=slow), gpu_check.Clock(600.0), lines.append, outcome)
+    assert seen == [(gpu_check.RIGHT, len(device.entries["speed"]))] * len(device.entries["speed"])
+    assert len([line for line in lines if re.match(r"\| argmax \| fastengine [\d.]+ us, other 1.0 us \|", line)]) == 1
 
 
 def test_comparison(gpu_check: ModuleType) -> None:
