@@ -1,7 +1,8 @@
 """Build and package fastengine. The folders on disk map to import names (see ARCHITECTURE.md).
 
 ``pip install .`` and ``pip install -e .`` compile the CPU operators; ``FASTENGINE_SKIP_OPS=1`` leaves
-them out (the plain-Paddle reference operators are used instead, with a warning).
+them out (the plain-Paddle reference operators are used instead, with a warning). Where nvcc is, they compile
+the CUDA operators as well; ``FASTENGINE_CUDA=never`` leaves these out, ``always`` fails without nvcc.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ EXTRAS = {
 }
 
 
+CPU_EXTENSION, CUDA_EXTENSION = (f"fastengine.custom_ops.libfastengine_{device}" for device in ("cpu", "cuda"))
+
+
 def packages() -> list[str]:
     names = find_packages(str(ROOT), include=["fastengine", "fastengine.*"])
     for name, folder in FOLDERS.items():
@@ -75,16 +79,30 @@ def load_setup_ops() -> ModuleType:
 
 
 class BuildOperators(build_ext):
-    """Compiles the CPU operators to where the package's files go: the build folder, or the source tree (editable)."""
+    """Compiles the operators to where the package's files go: the build folder, or the source tree (editable)."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        setup_ops = load_setup_ops()
+        try:
+            architectures = setup_ops.cuda_architectures(os.environ.get("FASTENGINE_CUDA", "auto")) if self.extensions else ()
+        except setup_ops.BuildError as error:
+            raise ExecError(f"fastengine: {error}") from None
+        if not architectures:
+            self.extensions = [ext for ext in self.extensions or () if ext.name != CUDA_EXTENSION]
 
     def get_ext_filename(self, fullname: str) -> str:
         # A plain shared library that Paddle loads, not a Python module: no interpreter tag.
-        return str(pathlib.Path(*fullname.split(".")[:-1]) / load_setup_ops().LIBRARY_NAME)
+        return str(pathlib.Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
         setup_ops = load_setup_ops()
+        folder = pathlib.Path(self.get_ext_fullpath(ext.name)).parent
         try:
-            setup_ops.build(pathlib.Path(self.get_ext_fullpath(ext.name)).parent)
+            if ext.name == CUDA_EXTENSION:
+                setup_ops.build_cuda(folder, "always")
+            else:
+                setup_ops.build(folder)
         except setup_ops.BuildError as error:
             raise ExecError(f"fastengine: {error}") from None
 
@@ -93,8 +111,14 @@ def extensions() -> list[Extension]:
     if os.environ.get("FASTENGINE_SKIP_OPS") == "1":
         return []
     setup_ops = load_setup_ops()
-    relative = {kind: [str(path.relative_to(ROOT)) for path in paths] for kind, paths in (("c", setup_ops.sources()), ("h", setup_ops.headers()))}
-    return [Extension("fastengine.custom_ops.libfastengine_cpu", sources=relative["c"], depends=relative["h"])]
+
+    def relative(paths: list[pathlib.Path]) -> list[str]:
+        return [str(path.relative_to(ROOT)) for path in paths]
+
+    return [
+        Extension(CPU_EXTENSION, sources=relative(setup_ops.sources()), depends=relative(setup_ops.headers())),
+        Extension(CUDA_EXTENSION, sources=[], depends=relative(setup_ops.cuda_files())),
+    ]
 
 
 setup(

@@ -1,6 +1,6 @@
 """Compile the operators: ``python custom_ops/setup_ops.py`` puts the libraries beside this file.
 
-The CUDA operators are compiled too where there is nvcc and a Paddle with CUDA (see cuda/build.py).
+The CUDA operators are compiled too, for sm_80, 89, 90 and 100, where there is nvcc (see cuda/build.py).
 
 The kernels are compiled once per instruction set; the library picks one by CPUID when it is loaded, so
 it runs on any x86-64 machine whatever the one that built it. The package's ``setup.py`` calls
@@ -23,6 +23,8 @@ from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 CPU = HERE / "cpu"
+CUDA = HERE / "cuda"
+CUDA_CHOICES = ("auto", "always", "never")
 LIBRARY_NAME = "libfastengine_cpu.so"
 
 # Compiled once for any x86-64 processor.
@@ -170,30 +172,48 @@ def load_cuda_build() -> ModuleType:
     return module
 
 
-def build_cuda(output_folder: Path, choice: str) -> Path | None:
-    """Builds the CUDA operators into ``output_folder``; None, with a line that says why, where they are left out.
+def cuda_files() -> list[Path]:
+    """What the CUDA operators are built from."""
+    return sorted(path for path in CUDA.rglob("*") if path.suffix in (".cu", ".cc", ".cpp", ".h", ".json"))
 
-    ``choice``: ``auto`` where they can be built and used, ``always``, ``never``. Raises BuildError.
+
+def cuda_architectures(choice: str) -> tuple[str, ...]:
+    """What the CUDA operators can be compiled for here; nothing, with a line that says why, where they are left out.
+
+    ``choice``: ``auto`` where there is nvcc, ``always``, ``never``. Raises BuildError for another, or if there is no nvcc for ``always``.
     """
+    if choice not in CUDA_CHOICES:
+        raise BuildError(f"the CUDA operators can be built {', '.join(CUDA_CHOICES)}, not {choice!r}")
     if choice == "never":
-        return None
+        return ()
     cuda = load_cuda_build()
     try:
-        nvcc = cuda.find_nvcc()
-        if choice == "auto" and not cuda.paddle_has_cuda():
-            print("fastengine: no CUDA operators: this Paddle was built without CUDA (--cuda always builds them all the same)", flush=True)
-            return None
-        architectures = cuda.known_architectures(nvcc)
-        print(f"fastengine: compiling the CUDA operators for {', '.join(f'sm_{name}' for name in architectures)}", flush=True)
-        target: Path = cuda.build_paddle_library(architectures, output_folder)
+        architectures: tuple[str, ...] = cuda.known_architectures(cuda.find_nvcc())
     except cuda.NoNvcc as reason:
         if choice == "always":
             raise BuildError(str(reason)) from None
         print(f"fastengine: no CUDA operators: {reason}", flush=True)
-        return None
+        return ()
     except cuda.BuildError as error:
         raise BuildError(str(error)) from None
-    print(f"fastengine: built {target}", flush=True)
+    if not architectures:
+        print("fastengine: no CUDA operators: this nvcc knows none of their architectures", flush=True)
+    return architectures
+
+
+def build_cuda(output_folder: Path, choice: str) -> Path | None:
+    """Builds the CUDA operators into ``output_folder``; None where they are left out, as :func:`cuda_architectures` says. Raises BuildError."""
+    architectures = cuda_architectures(choice)
+    if not architectures:
+        return None
+    cuda = load_cuda_build()
+    print(f"fastengine: compiling the CUDA operators for {', '.join(f'sm_{name}' for name in architectures)}", flush=True)
+    try:
+        target: Path = cuda.build_paddle_library(architectures, output_folder)
+        note = "" if cuda.paddle_has_cuda() else " (for a Paddle with CUDA; the one installed here has none)"
+    except cuda.BuildError as error:
+        raise BuildError(str(error)) from None
+    print(f"fastengine: built {target}{note}", flush=True)
     return target
 
 
@@ -203,9 +223,7 @@ def main() -> int:
     place.add_argument("--inplace", action="store_true", help="put the library beside this file (the default)")
     place.add_argument("--output", type=Path, default=HERE, help="put the library into this folder instead")
     parser.add_argument("--jobs", type=int, default=None, help="compilers to run at once (default: one per core)")
-    parser.add_argument(
-        "--cuda", choices=("auto", "always", "never"), default="auto", help="the CUDA operators: where they can be used (the default)"
-    )
+    parser.add_argument("--cuda", choices=CUDA_CHOICES, default="auto", help="the CUDA operators; auto (the default): where there is nvcc")
     args = parser.parse_args()
     try:
         build(args.output, args.jobs)

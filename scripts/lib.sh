@@ -6,6 +6,7 @@
 #   FASTENGINE_PYTHON     the Python to build the environment with (default: the first of 3.12, 3.11, 3.10)
 #   FASTENGINE_VENV       where the environment is (default: .venv in the clone)
 #   FASTENGINE_SKIP_OPS   1: do not compile the CPU operators
+#   FASTENGINE_CUDA       auto: compile the CUDA operators, too, where nvcc is (default: never)
 #   XDG_CACHE_HOME        the default model goes to $XDG_CACHE_HOME/fastengine/models (default: ~/.cache)
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -84,7 +85,7 @@ require_space() { # DIRECTORY MIB WHAT
 # What an installation depends on: when it is unchanged, nothing is installed again.
 fingerprint() { # EXTRAS
   {
-    echo "$1 $ROOT ${FASTENGINE_SKIP_OPS:-} ${CXX:-} $("$VENV_PYTHON" -c 'import sys; print(sys.version, sys.base_prefix)')"
+    echo "$1 $ROOT ${FASTENGINE_SKIP_OPS:-} ${FASTENGINE_CUDA:-} ${CXX:-} $("$VENV_PYTHON" -c 'import sys; print(sys.version, sys.base_prefix)')"
     cd "$ROOT" || exit
     find setup.py pyproject.toml scripts/lib.sh custom_ops -name build -prune -o -type f \
       \( -name '*.py' -o -name '*.toml' -o -name '*.sh' -o -name '*.c' -o -name '*.cc' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh' \) \
@@ -160,7 +161,8 @@ PYTHON
   say "installing what the build needs (Paddle: about 190 MB)"
   run_logged "$VENV_PYTHON" -m pip install "${requirements[@]}"
   say "installing fastengine [$1] and compiling its operators"
-  run_logged "$VENV_PYTHON" -m pip install --no-build-isolation --editable "${ROOT}[$1]"
+  # Paddle for CPUs, which could not load the CUDA operators.
+  FASTENGINE_CUDA=${FASTENGINE_CUDA:-never} run_logged "$VENV_PYTHON" -m pip install --no-build-isolation --editable "${ROOT}[$1]"
   fingerprint "$1" >"$VENV/installed-$1"
 }
 

@@ -28,10 +28,12 @@ def raising(error: Exception) -> object:
     return fail
 
 
-def test_it_builds_where_there_is_nvcc_and_a_paddle_with_cuda(cuda_build: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_builds_where_there_is_nvcc(cuda_build: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert setup_ops.build_cuda(tmp_path, "auto") == tmp_path / "80-90"
     assert "compiling the CUDA operators for sm_80, sm_90" in capsys.readouterr().out
     assert setup_ops.build_cuda(tmp_path, "never") is None
+    with pytest.raises(setup_ops.BuildError, match="auto, always, never, not 'yes'"):
+        setup_ops.build_cuda(tmp_path, "yes")
 
 
 def test_without_nvcc_it_says_so_and_skips(
@@ -44,13 +46,27 @@ def test_without_nvcc_it_says_so_and_skips(
         setup_ops.build_cuda(tmp_path, "always")
 
 
-def test_with_a_paddle_without_cuda_it_says_so_and_skips_unless_asked(
+def test_an_nvcc_that_knows_no_architecture_is_no_nvcc(
     cuda_build: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_build, "paddle_has_cuda", lambda: False)
+    monkeypatch.setattr(cuda_build, "known_architectures", lambda nvcc: ())
     assert setup_ops.build_cuda(tmp_path, "auto") is None
-    assert "this Paddle was built without CUDA" in capsys.readouterr().out
-    assert setup_ops.build_cuda(tmp_path, "always") == tmp_path / "80-90"
+    assert "no CUDA operators: this nvcc knows none" in capsys.readouterr().out
+
+
+def test_a_paddle_without_cuda_can_not_load_what_was_built(
+    cuda_build: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup_ops.build_cuda(tmp_path, "auto")
+    assert "for a Paddle with CUDA" not in capsys.readouterr().out
+    monkeypatch.setattr(cuda_build, "paddle_has_cuda", lambda: False)
+    assert setup_ops.build_cuda(tmp_path, "auto") == tmp_path / "80-90"
+    assert "for a Paddle with CUDA; the one installed here has none" in capsys.readouterr().out
+
+
+def test_what_it_is_built_from_can_be_packed() -> None:
+    files = {path.name for path in setup_ops.cuda_files()}
+    assert {"attention_decode.cu", "args.h", "platform.h", "fibers.cpp", "attention.cc", "budget.json"} <= files
 
 
 def test_a_failed_build_is_an_error_with_the_compilers_message(cuda_build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
