@@ -12,6 +12,7 @@ import pytest
 from fastengine import custom_ops
 from fastengine.custom_ops.cuda import build, library, ops
 from fastengine.custom_ops.library import LibraryUnavailable
+from fastengine.protocol.requests import SamplingParams
 from fastengine.worker import parallel, sampler
 from fastengine.worker.cuda_runtime import CudaRuntime
 from fastengine.worker.kv_cache import KVCache, KVShape
@@ -87,6 +88,24 @@ def test_tokens_are_as_likely_as_the_best(tmp_path: Path, cuda_operators: None, 
             logits = full_logits(wide, request.prompt + request.output)[len(request.prompt) - 1 : -1]
             chosen = logits[np.arange(len(request.output)), request.output]
             assert (logits.max(axis=1) - chosen <= tolerance * np.abs(logits).max()).all()
+
+
+def test_sampling_settings_reach_the_operators(tmp_path: Path, cuda_operators: None) -> None:
+    """Biases without penalties (packed arrays of no elements), filters, log-probabilities."""
+    host = cuda_host(
+        model_path(tmp_path, "llama"), FakeDevice(), dtype="bfloat16", dtypes=("bfloat16",), head_sizes=ops.HEAD_SIZES,
+        make_plan=ops.attention_plan, max_num_seqs=4,
+    )  # fmt: skip
+    host.init_cache(NUM_BLOCKS, 0)
+    biased = Request([5, 6, 9], 4, SamplingParams(temperature=0.0, logit_bias={7: 100.0}, logprobs=2))
+    driver_of(host).run([biased])
+    assert biased.output == [7] * 4
+    assert [len(entry.top_ids) for entry in biased.logprobs] == [2] * 4
+    greedy, narrow = Request([5, 6, 9], 4), Request([5, 6, 9], 4, SamplingParams(temperature=0.9, top_k=1))
+    penalized = Request([5, 6, 9], 4, SamplingParams(temperature=0.0, repetition_penalty=100.0, presence_penalty=2.0, frequency_penalty=2.0))
+    driver_of(host).run([greedy, narrow, penalized])
+    assert narrow.output == greedy.output
+    assert len(set(penalized.output)) == 4
 
 
 def test_constrained_rows_are_masked_by_the_operator(cuda_operators: None, rng: np.random.Generator) -> None:
