@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -199,6 +201,45 @@ def test_an_error_inside_a_stream_is_an_error_event(start_server):
         with pytest.raises(anthropic.APIStatusError) as failed:
             stream.until_done()
     assert failed.value.body["error"]["type"] == "overloaded_error"
+
+
+ABORTS = [("/v1/pause", {"mode": "abort"}), ("/v1/abort_requests", {"abort_all": True})]
+
+
+@pytest.mark.parametrize(("path", "body"), ABORTS, ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_abort_delivers_the_text_so_far(start_server, path, body, stream):
+    server = start_server()
+    server.engine.step_s = 0.005
+    server.engine.script = lambda request: itertools.cycle(b"word ")
+    fields = {"model": "tiny", "max_tokens": 4000, "messages": HI}
+
+    def message() -> anthropic.types.Message:
+        if not stream:
+            return sdk(server).messages.create(**fields)
+        with sdk(server).messages.stream(**fields) as events:
+            return events.get_final_message()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(message)
+        server.engine.wait_for(lambda: any(running.num_output >= 12 for running in server.engine._running.values()))
+        assert server.http.post(path, json=body).status_code == 200
+        message = waiting.result(20)
+    assert message.stop_reason == "max_tokens"
+    assert message.content[0].text.startswith("word word ")
+    assert message.usage.output_tokens == len(message.content[0].text)
+
+
+def test_an_abort_before_the_first_token_is_an_empty_message(start_server):
+    server = start_server()
+    server.engine.step_s = 60.0
+    server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})  # the engine takes its pause from here on
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(create, server)
+        server.engine.wait_for(lambda: server.engine.num_running == 1)
+        server.http.post("/v1/abort_requests", json={"abort_all": True})
+        message = waiting.result(20)
+    assert (message.content, message.stop_reason) == ([], "max_tokens")
 
 
 def test_the_end_token_has_no_text(api):

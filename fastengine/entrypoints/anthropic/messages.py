@@ -32,7 +32,7 @@ from fastengine.entrypoints.openai.generation import check_model, new_request_id
 from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
 from fastengine.entrypoints.renamed_fields import renamed_fields
 from fastengine.entrypoints.responses import EventStream, EventWriter, JsonReply
-from fastengine.frontend.errors import ApiError, ClientDisconnected
+from fastengine.frontend.errors import ClientDisconnected
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.text_service import ModelText
 from fastengine.frontend.text_stream import SequenceText, TextStream, TextUpdate
@@ -129,17 +129,17 @@ def message_reply(job: ChatJob, sequence: SequenceText) -> MessageReply:
 
 
 def stop_reason(reader: ChatReader, update: TextUpdate) -> tuple[StopReason | None, str | None]:
-    """(why the message ended, the stop sequence that ended it). Raises ApiError 503 when the engine was told to abort it."""
+    """(why the message ended, the stop sequence that ended it)."""
     reason = reader.finish_reason(update)
     if reason is None:
         return None, None
     if reason == "stop":
         return ("stop_sequence", update.stop_reason) if isinstance(update.stop_reason, str) else ("end_turn", None)
-    if reason == "length":
-        return "max_tokens", None
     if reason == "tool_calls":
         return "tool_use", None
-    raise ApiError(503, "the request was aborted", retry_after_s=1.0)
+    # An operator's abort has no word of its own in this API. Every client knows this one, takes the text for cut short,
+    # and neither runs its last tool call nor asks for the rest by itself.
+    return "max_tokens", None
 
 
 @dataclass
@@ -181,7 +181,7 @@ def _whole(first: Delta, text: str) -> ReplyBlock:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments; none for those that ``max_tokens`` cut off in the middle."""
+    """A call's arguments; none for those that ``max_tokens`` or an abort cut off in the middle."""
     try:
         arguments = json.loads(text or "{}")
     except ValueError:
