@@ -78,9 +78,10 @@ check_sglang() {
     "$python" -m pip install -q --no-deps sglang==0.4.10 >&2 || return 77
     local backend script
     script=$(find "$dir/sglang/lib" -path '*/sglang/bench_serving.py')
+    # Without a range some requests would ask for no tokens at all, which chat completions refuse, here as in vLLM.
     for backend in sglang sglang-oai-chat; do
         HF_HUB_OFFLINE=1 "$python" "$script" --backend $backend --base-url "$url" --model "$served" --tokenizer "${TOKENIZER:-$model}" \
-            --dataset-name random-ids --random-input-len 32 --random-output-len 16 --num-prompts 16 \
+            --dataset-name random-ids --random-input-len 32 --random-output-len 16 --random-range-ratio 0.5 --num-prompts 16 \
             --output-file "$dir/sglang-$backend.jsonl" || return 1
     done
 }
