@@ -26,7 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError:
+    # PyTorch installs without it.
+    print("gpu_check: numpy is missing: pip install numpy", flush=True)
+    sys.exit(2)
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fastengine_cuda"

@@ -7,6 +7,7 @@ wheel, so that the scripts' own decisions are tested in milliseconds and without
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -277,6 +278,50 @@ def test_ci_installs_a_missing_compiler(clone: Clone, tmp_path: Path) -> None:
 def test_ci_fails_when_a_check_fails(clone: Clone) -> None:
     assert clone.run(".ci/run", FAIL_CHECK="pytest").returncode == 1
     assert clone.run(".ci/run").returncode == 0
+
+
+def test_ci_brings_the_cuda_compiler_of_the_budget_unless_it_is_there(clone: Clone, tmp_path: Path) -> None:
+    """An environment of its own, made once; the tests are told where it is, and that they need it."""
+    cuda = clone.path / "custom_ops" / "cuda"
+    cuda.mkdir()
+    for name in ("build.py", "budget.json"):
+        shutil.copy(ROOT / "custom_ops" / "cuda" / name, cuda)
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Build of another time'\n")
+    nvcc.chmod(0o755)
+    base = tmp_path / "base-python"
+    base.write_text(
+        """#!/bin/bash
+case "$1 $2" in
+  "-m venv")
+    echo "venv $4" >>"$CALLS"
+    mkdir -p "$4/bin" "$4/lib/python3.11/site-packages/nvidia/cu13/bin"
+    touch "$4/lib/python3.11/site-packages/nvidia/cu13/bin/nvcc"
+    cp "$CLONE/.venv/bin/python" "$4/bin/python" ;;
+  *) exec "$REAL_PYTHON" "$@" ;;
+esac
+"""
+    )
+    base.chmod(0o755)
+    python = clone.path / ".venv" / "bin" / "python"
+    python.write_text(python.read_text() + '[[ "$1 $2" != "-m pytest" ]] || echo "told $FASTENGINE_REQUIRE_NVCC $NVCC" >>"$CALLS"\n')
+    settings = {"FASTENGINE_PYTHON": str(base), "NVCC": str(nvcc), "CLONE": str(clone.path)}
+
+    folder = clone.cache / "fastengine" / "nvidia-cuda-nvcc-13.0.88"
+    told = f"told 1 {folder}/lib/python3.11/site-packages/nvidia/cu13/bin/nvcc"
+    first = clone.run(".ci/run", **settings)
+    assert first.returncode == 0, first.stdout
+    calls = clone.calls("^venv|pip install --quiet|^told")
+    assert calls[0] == f"venv {folder}"
+    assert calls[1].startswith("-m pip install --quiet nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==")
+    assert calls[2:] == [told]
+    assert clone.run(".ci/run", **settings).returncode == 0
+    assert clone.calls("^venv|pip install --quiet|^told") == [told]
+
+    compiler = json.loads((cuda / "budget.json").read_text())["compiler"]
+    nvcc.write_text(f"#!/bin/sh\necho '{compiler}'\n")
+    assert clone.run(".ci/run", **settings).returncode == 0
+    assert clone.calls("^venv|pip install --quiet|^told") == [f"told 1 {nvcc}"]
 
 
 def test_too_little_disk_space_is_named(clone: Clone, tmp_path: Path) -> None:
