@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fastengine.custom_ops.fused_sampling import RowSampling
+
 MODEL_LEVEL = -1
 ARENA_ALIGNMENT = 64
 MAX_HEADS_PER_KV = 24
@@ -68,7 +70,7 @@ class _StepArgs(ctypes.Structure):
             for name in ("token_ids", "positions", "slot_mapping", "query_starts", "context_lens", "block_tables", "sample_rows")
         ),
         *((name, ctypes.c_void_p) for name in ("key_caches", "value_caches", "key_scales", "value_scales")),
-        *((name, ctypes.c_void_p) for name in ("logits", "token_out", "hidden_out", "hidden_in")),
+        *((name, ctypes.c_void_p) for name in ("logits", "token_out", "hidden_out", "hidden_in", "sampling")),
     ]
 
 
@@ -207,6 +209,7 @@ def load_library(path: str | Path) -> ctypes.CDLL:
     library.fe_fused_unpack_row.argtypes = [integer, integer, text, integer, pointer]
     library.fe_fused_hash_rows.argtypes = [pointer, integer, pointer, pointer, integer, pointer]
     library.fe_fused_step.argtypes = [integer, pointer, integer]
+    library.fe_fused_sample.argtypes = [integer, pointer, integer]
     return library
 
 
@@ -357,6 +360,7 @@ class FusedModel:
         logits: np.ndarray | None = None,
         token_out: np.ndarray | None = None,
         hidden_out: np.ndarray | None = None,
+        sampling: RowSampling | None = None,
     ) -> None:
         """Compute T tokens of S sequences and write their keys and values.
 
@@ -364,7 +368,8 @@ class FusedModel:
         [S + 1]``, ``context_lens [S]``, ``block_tables [S, M]``. ``sample_rows [R]`` are the tokens
         whose logits are wanted, into ``logits`` float32 ``[R, vocab]`` and/or their argmax into
         ``token_out`` int32 ``[R]`` (the lowest id of equals); ``hidden_out`` float32 ``[R, hidden]``
-        takes the states before the LM head. Without ``logits`` and ``token_out`` the head is left out.
+        takes the states before the LM head. Without ``logits`` and ``token_out`` the head is left out. With
+        ``sampling`` the tokens are drawn as it says; that needs both, and may change ``logits``.
 
         No index is checked here or below: a wrong one reads or writes foreign memory.
         """
@@ -375,7 +380,7 @@ class FusedModel:
             token_ids.size, context_lens.size, sample_rows.size, block_tables.shape[1], cache.block_size, cache.kv_type,
             *(a.ctypes.data for a in arrays),
             *(None if p is None else ctypes.addressof(p) for p in (cache.keys, cache.values, cache.key_scales, cache.value_scales)),
-            _address(logits), _address(token_out), _address(hidden_out), None,
+            _address(logits), _address(token_out), _address(hidden_out), None, None if sampling is None else sampling.address,
         )  # fmt: skip
         _check(self._library, self._library.fe_fused_step(self._handle, ctypes.byref(args), self.num_threads))
 
@@ -384,3 +389,10 @@ class FusedModel:
         assert all(a.dtype == np.float32 and a.flags.c_contiguous for a in (hidden, out)), "logits takes contiguous float32 arrays"
         args = _StepArgs(num_samples=len(hidden), logits=_address(out), hidden_in=_address(hidden))
         _check(self._library, self._library.fe_fused_step(self._handle, ctypes.byref(args), self.num_threads))
+
+    def sample(self, logits: np.ndarray, sampling: RowSampling, token_out: np.ndarray) -> None:
+        """Draw from ``logits`` float32 ``[R, vocab]``, which it may change, into ``token_out`` int32 ``[R]``."""
+        assert logits.dtype == np.float32, "sample takes float32 logits"
+        assert logits.flags.c_contiguous, "sample takes contiguous logits"
+        args = _StepArgs(num_samples=len(logits), logits=_address(logits), token_out=_address(token_out), sampling=sampling.address)
+        _check(self._library, self._library.fe_fused_sample(self._handle, ctypes.byref(args), self.num_threads))

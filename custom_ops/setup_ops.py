@@ -33,7 +33,8 @@ PLAIN_SOURCES = [
     *(CPU / "fused" / f"{name}.cpp" for name in ("api", "model", "pack")),
 ]
 KERNEL_SOURCES = [
-    CPU / "kernels" / f"{name}.cpp" for name in ("attention", "attention_decode", "attention_prefill", "elementwise", "logits", "rotary", "sample")
+    CPU / "kernels" / f"{name}.cpp"
+    for name in ("attention", "attention_decode", "attention_prefill", "elementwise", "logits", "rotary", "sample", "sample_rows")
 ]
 # The fused step; its AVX-512 version needs the int8 dot product as well, and is chosen by its own check.
 FUSED_SOURCES = [

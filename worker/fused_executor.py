@@ -8,12 +8,13 @@ import numpy as np
 import paddle
 
 from fastengine.custom_ops.fused import FusedCache, FusedModel, KvType
+from fastengine.custom_ops.fused_sampling import RowSampling
 from fastengine.worker.batch import INTERNAL, PersistentBatch, StepArrays, StepRows
+from fastengine.worker.fused_sampler import FusedSampler, PreparedSampling
 from fastengine.worker.kv_cache import KVCache
 from fastengine.worker.model_runner import Executed
 from fastengine.worker.pooling import Pooler
 from fastengine.worker.prompt_logprobs import ROWS_AT_ONCE, PromptLogprobs
-from fastengine.worker.sampler import Sampler
 from fastengine.worker.sampling_table import BAD_REQUEST, SamplingTable
 
 KV_TYPES = {"float32": KvType.FLOAT32, "bfloat16": KvType.BFLOAT16, "int8": KvType.INT8}
@@ -21,9 +22,9 @@ NOT_FINITE = (INTERNAL, "the model computed values that are not finite")
 
 
 class FusedExecutor:
-    """Forward pass over the paged cache, and sampling; where all rows are greedy, the operator picks the tokens itself."""
+    """Forward pass over the paged cache and sampling, in one call; logits are kept only where a row is not greedy."""
 
-    def __init__(self, model: FusedModel, cache: KVCache, batch: PersistentBatch, table: SamplingTable, sampler: Sampler):
+    def __init__(self, model: FusedModel, cache: KVCache, batch: PersistentBatch, table: SamplingTable, sampler: FusedSampler):
         self._model = model
         self._cache = cache
         self._batch = batch
@@ -47,9 +48,9 @@ class FusedExecutor:
             token_ids = np.empty(sampling.size, np.int32)
             self._step(arrays, last_tokens, token_out=token_ids, hidden_out=hidden)
             return Executed(token_ids, bad_rows=_not_finite(hidden), forward_us=_us_since(started))
-        logits = self._logits_buffer(sampling.size)
-        self._step(arrays, last_tokens, logits=logits, hidden_out=hidden)
-        return self._sampled(Executed(np.empty(0, np.int32), forward_us=_us_since(started)), logits, hidden, slots)
+        prepared, logits, token_ids = self._sampler.prepare(slots), self._logits_buffer(sampling.size), np.empty(sampling.size, np.int32)
+        self._step(arrays, last_tokens, logits=logits, token_out=token_ids, hidden_out=hidden, sampling=prepared.rows)
+        return self._sampled(Executed(token_ids, forward_us=_us_since(started)), prepared, hidden)
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         if swap_out.size:
@@ -68,23 +69,23 @@ class FusedExecutor:
             prompt_logprobs=self._prompt_logprobs.collect(tensor, rows),
             embeddings=self._pooler.pool(tensor, rows),
         )
+        if sampling.size == 0:
+            executed.forward_us = _us_since(started)
+            return executed
         hidden = states[arrays.query_starts[1:][sampling] - 1]
         logits = self._logits_buffer(sampling.size)
-        if sampling.size:
-            self._model.logits(hidden, logits)
+        self._model.logits(hidden, logits)
         executed.forward_us = _us_since(started)
-        return self._sampled(executed, logits, hidden, rows.slots[sampling])
+        prepared = self._sampler.prepare(rows.slots[sampling])
+        executed.token_ids = np.empty(sampling.size, np.int32)
+        self._model.sample(logits, prepared.rows, executed.token_ids)
+        return self._sampled(executed, prepared, hidden)
 
-    def _sampled(self, executed: Executed, logits: np.ndarray, hidden: np.ndarray, slots: np.ndarray) -> Executed:
-        """``executed`` with a token of each row of ``logits``, which are overwritten by the next step."""
-        if slots.size == 0:
-            return executed
+    def _sampled(self, executed: Executed, prepared: PreparedSampling, hidden: np.ndarray) -> Executed:
+        """``executed``, whose tokens are drawn, with all else that sampling yields."""
         started = time.perf_counter_ns()
-        tensor = paddle.from_dlpack(logits)
-        drawn = self._sampler.sample(tensor, slots)
-        executed.token_ids = drawn.token_ids
-        executed.logprobs = self._sampler.logprobs(tensor, slots, drawn)
-        executed.bad_rows = {row: (BAD_REQUEST, message) for row, message in drawn.errors.items()} | _not_finite(hidden)
+        executed.logprobs = self._sampler.finish(prepared, executed.token_ids)
+        executed.bad_rows = {row: (BAD_REQUEST, message) for row, message in prepared.errors.items()} | _not_finite(hidden)
         executed.sample_us = _us_since(started)
         return executed
 
@@ -106,8 +107,9 @@ class FusedExecutor:
         logits: np.ndarray | None = None,
         token_out: np.ndarray | None = None,
         hidden_out: np.ndarray | None = None,
+        sampling: RowSampling | None = None,
     ) -> None:
-        self._model.step(*arrays, sample_rows, self._paged(), logits=logits, token_out=token_out, hidden_out=hidden_out)
+        self._model.step(*arrays, sample_rows, self._paged(), logits=logits, token_out=token_out, hidden_out=hidden_out, sampling=sampling)
 
     def _paged(self) -> FusedCache:
         """The cache's addresses, which change when it has been asleep."""

@@ -20,6 +20,7 @@ from fastengine.worker.cuda_memory import StepLimits
 from fastengine.worker.cuda_model import GpuModel
 from fastengine.worker.cuda_runtime import CudaRuntime
 from fastengine.worker.fused_executor import FusedExecutor
+from fastengine.worker.fused_sampler import FusedSampler
 from fastengine.worker.fused_weights import FusedWeights
 from fastengine.worker.grammar import BackgroundCompiler, SlotGrammars
 from fastengine.worker.kv_cache import KVCache, KVShape, blocks_that_fit
@@ -159,9 +160,10 @@ class ModelHost:
         return self._runner.step(plan)
 
     def _executor(self, cache: KVCache, batch: PersistentBatch, table: SamplingTable) -> Executor:
-        sampler = Sampler(table, batch, self.config.model.logprobs_mode)
         if isinstance(self.weights, FusedWeights):
-            return FusedExecutor(self.weights.model, cache, batch, table, sampler)
+            fused_sampler = FusedSampler(table, batch, processed_logprobs=self.config.model.logprobs_mode == "processed")
+            return FusedExecutor(self.weights.model, cache, batch, table, fused_sampler)
+        sampler = Sampler(table, batch, self.config.model.logprobs_mode)
         if self.model is None:
             return NullExecutor(self.config.model.null_step_time)
         steps = None if self._gpu is None else self._gpu.steps(cache, batch)

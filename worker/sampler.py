@@ -144,40 +144,40 @@ class Sampler:
             tokens.append(batch.tokens[slot, : batch.num_tokens[slot]])
             token_counts[row], prompt_lengths[row] = batch.num_tokens[slot], batch.num_prompt[slot]
         for row in np.flatnonzero(table.has_rules[slots]).tolist():
-            ids, values = self._bias(table.rules[int(slots[row])], int(slots[row]), allowed.get(row))
+            ids, values = rule_biases(batch, table.rules[int(slots[row])], int(slots[row]), allowed.get(row))
             bias_ids.append(ids)
             bias_values.append(values)
             bias_counts[row] = ids.size
-        row_starts, bias_starts = _starts(token_counts), _starts(bias_counts)
+        row_starts, bias_starts = starts_of(token_counts), starts_of(bias_counts)
         adjusted = logits.clone()
         custom_ops.apply_penalties(
             adjusted,
             *(_tensor(column[slots]) for column in (table.repetition_penalty, table.presence_penalty, table.frequency_penalty)),
-            _tensor(_joined(tokens, np.int32)),
+            _tensor(joined(tokens, np.int32)),
             _tensor(row_starts),
             _tensor(row_starts[:-1] + prompt_lengths),
-            _tensor(_joined(bias_ids, np.int32)),
-            _tensor(_joined(bias_values, np.float32)),
+            _tensor(joined(bias_ids, np.int32)),
+            _tensor(joined(bias_values, np.float32)),
             _tensor(bias_starts),
         )
         return adjusted
 
-    def _bias(self, rules: SlotRules, slot: int, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """What the rules add to which tokens' logits now: ``int32[n]`` ids and ``float32[n]`` values."""
-        batch = self._batch
-        length, num_prompt = int(batch.num_tokens[slot]), int(batch.num_prompt[slot])
-        forbidden = [rules.end_ids] if length - num_prompt < rules.min_tokens else []
-        if rules.bad_words:
-            forbidden.append(forbidden_next(rules.bad_words, batch.tokens[slot, num_prompt:length], batch.vocab_size))
-        if allowed is not None and forbidden:
-            left = allowed.copy()
-            left[np.concatenate(forbidden)] = False
-            if not left.any():
-                forbidden = []
-        ids = np.concatenate([rules.bias_ids, *forbidden])
-        values = np.full(ids.size, FORBIDDEN, dtype=np.float32)
-        values[: rules.bias_ids.size] = rules.bias_values
-        return ids, values
+
+def rule_biases(batch: PersistentBatch, rules: SlotRules, slot: int, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """What the rules add to which tokens' logits now: ``int32[n]`` ids and ``float32[n]`` values. ``allowed`` is a constrained row's mask."""
+    length, num_prompt = int(batch.num_tokens[slot]), int(batch.num_prompt[slot])
+    forbidden = [rules.end_ids] if length - num_prompt < rules.min_tokens else []
+    if rules.bad_words:
+        forbidden.append(forbidden_next(rules.bad_words, batch.tokens[slot, num_prompt:length], batch.vocab_size))
+    if allowed is not None and forbidden:
+        left = allowed.copy()
+        left[np.concatenate(forbidden)] = False
+        if not left.any():
+            forbidden = []
+    ids = np.concatenate([rules.bias_ids, *forbidden])
+    values = np.full(ids.size, FORBIDDEN, dtype=np.float32)
+    values[: rules.bias_ids.size] = rules.bias_values
+    return ids, values
 
 
 def forbid(logits: paddle.Tensor, rows: list[int], allowed: np.ndarray) -> paddle.Tensor:
@@ -201,11 +201,11 @@ def _tensor(values: np.ndarray) -> paddle.Tensor:
     return paddle.to_tensor(values)
 
 
-def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+def joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
 
 
-def _starts(counts: np.ndarray) -> np.ndarray:
+def starts_of(counts: np.ndarray) -> np.ndarray:
     """Where each row begins in the rows laid end to end: ``int32[R + 1]``."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 

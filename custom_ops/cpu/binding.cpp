@@ -218,6 +218,7 @@ Outputs apply_penalties(Tensor& logits, const Tensor& repetition, const Tensor& 
   a.frequency = floats(frequency, {a.num_rows}, "frequency");
   a.token_ids = ints(token_ids, {-1}, "token_ids");
   a.row_starts = ints(row_starts, {a.num_rows + 1}, "row_starts");
+  a.row_ends = a.row_starts + 1;
   a.output_starts = ints(output_starts, {a.num_rows}, "output_starts");
   a.bias_ids = ints(bias_ids, {-1}, "bias_ids");
   a.bias_values = floats(bias_values, {dim(bias_ids, 0)}, "bias_values");

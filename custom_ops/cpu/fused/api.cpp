@@ -15,6 +15,7 @@
 #include "pack.h"
 
 #define FE_ISA avx512
+#include "../kernels/launchers.h"
 #include "roofline.h"
 #include "step.h"
 #undef FE_ISA
@@ -25,6 +26,7 @@ int64_t step_bytes(const fused::ModelView& model, const fused::StepArgs& args, i
 void run_step(const fused::ModelView& model, const fused::StepArgs& args, void* memory, int num_threads);
 int64_t read_all(const uint8_t* data, int64_t num_bytes);
 int64_t dot_rounds(int64_t rounds);
+void sample_rows(const RowSamplingArgs& args);
 }  // namespace avx2
 
 namespace fused {
@@ -65,6 +67,25 @@ double seconds_of(int64_t num_threads, const Body& body) {
   body(0);
   for (std::thread& thread : threads) thread.join();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+}
+
+// Fills in what the step itself knows.
+void draw_tokens(const Handle& handle, const StepArgs& step) {
+  RowSamplingArgs& sampling = *step.sampling;
+  SampleArgs& draw = sampling.draw;
+  draw.logits = step.logits;
+  draw.token_ids = step.token_out;
+  draw.num_rows = step.num_samples;
+  draw.vocab_size = handle.model.shape.vocab;
+  sampling.adjust.logits = step.logits;
+  sampling.adjust.num_rows = sampling.logprobs.num_rows = draw.num_rows;
+  sampling.adjust.vocab_size = sampling.logprobs.vocab_size = draw.vocab_size;
+  sampling.logprobs.token_ids = step.token_out;
+  if (handle.use_avx512) {
+    avx512::sample_rows(sampling);
+  } else {
+    avx2::sample_rows(sampling);
+  }
 }
 
 Handle& at(int64_t id) { return *reinterpret_cast<Handle*>(id); }
@@ -148,9 +169,22 @@ int fe_fused_hash_rows(const WeightPart* part, int64_t k, const uint64_t* row_ke
   return guarded([&] { *hash = hash_rows(*part, k, row_keys, column_keys, static_cast<int>(num_threads)); });
 }
 
-int fe_fused_step(int64_t id, const StepArgs* args, int64_t num_threads) {
+// Tokens and log-probabilities of logits that are there already: only those fields of `args` are read.
+int fe_fused_sample(int64_t id, const StepArgs* args, int64_t num_threads) {
   return guarded([&] {
     Handle& handle = at(id);
+    const std::lock_guard<std::mutex> lock(handle.running);
+    if (fastengine::num_threads() != num_threads) set_num_threads(static_cast<int>(num_threads));
+    draw_tokens(handle, *args);
+  });
+}
+
+int fe_fused_step(int64_t id, const StepArgs* wanted, int64_t num_threads) {
+  return guarded([&] {
+    Handle& handle = at(id);
+    StepArgs step = *wanted;
+    if (step.sampling != nullptr) step.token_out = nullptr;  // it needs no argmax
+    const StepArgs* const args = &step;
     const std::lock_guard<std::mutex> lock(handle.running);
     if (handle.model.arena == nullptr) throw std::invalid_argument("the model's memory is not bound");
     const ModelView view = handle.model.view();
@@ -166,6 +200,7 @@ int fe_fused_step(int64_t id, const StepArgs* args, int64_t num_threads) {
     } else {
       avx2::run_step(view, *args, handle.memory.data(), threads);
     }
+    if (wanted->sampling != nullptr) draw_tokens(handle, *wanted);
   });
 }
 

@@ -5,6 +5,9 @@
 #include <cstdint>
 
 namespace fastengine {
+
+struct RowSamplingArgs;  // kernels/args.h
+
 namespace fused {
 
 // Output columns lie in panels of 32: two vectors of 16 accumulators on AVX-512, four of 8 on AVX2.
@@ -86,6 +89,8 @@ struct StepArgs {
   float* hidden_out;   // [num_samples][hidden] after the last norm, or null
   // [num_samples][hidden] of an earlier step's hidden_out: only their logits are computed, num_tokens is 0.
   const float* hidden_in;
+  // How tokens are drawn, into token_out, from `logits`, which it may change; null: argmax.
+  RowSamplingArgs* sampling;
 };
 
 }  // namespace fused

@@ -59,7 +59,8 @@ struct PenaltyArgs {
   const float* presence;
   const float* frequency;
   const int32_t* token_ids;
-  const int32_t* row_starts;     // [num_rows + 1] into token_ids
+  const int32_t* row_starts;     // [num_rows] into token_ids
+  const int32_t* row_ends;       // [num_rows] into token_ids
   const int32_t* output_starts;  // [num_rows] into token_ids
   const int32_t* bias_ids;
   const float* bias_values;
@@ -76,6 +77,17 @@ struct LogprobArgs {
   int32_t* top_ids;     // [num_rows, k]
   float* top_logprobs;  // [num_rows, k]
   int64_t num_rows, vocab_size;
+};
+
+// All that lies between a step's logits and its tokens; custom_ops/fused_sampling.py fills it.
+struct RowSamplingArgs {
+  SampleArgs draw;
+  PenaltyArgs adjust;         // its row_starts null: no row has penalties or biases
+  const uint8_t* allowed;     // [masks, vocab_size]: 0 forbids
+  const int32_t* mask_of;     // [num_rows]: the row's mask, or -1; null: there is none
+  LogprobArgs logprobs;
+  const int32_t* wanted;      // [num_rows]: negative: no log-probabilities of this row; null: of none
+  int64_t from_processed;     // they are of what is drawn from, instead of the raw logits
 };
 
 }  // namespace fastengine

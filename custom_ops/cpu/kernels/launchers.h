@@ -19,6 +19,8 @@ void argmax(const float* logits, int32_t* token_ids, int64_t num_rows, int64_t v
 void sample(const SampleArgs& args);
 void apply_penalties(const PenaltyArgs& args);
 void log_softmax_gather(const LogprobArgs& args);
+// Penalties, biases, masks, draw and log-probabilities; the logits of adjusted rows are changed.
+void sample_rows(const RowSamplingArgs& args);
 
 }  // namespace FE_ISA
 }  // namespace fastengine

@@ -1,16 +1,15 @@
 // Penalties and log-probabilities over rows of logits.
 #include "launchers.h"
 #include "parallel.h"
+#include "rows.h"
 #include "select.h"
 
 namespace fastengine {
 namespace FE_ISA {
-namespace {
-
 // `seen` is zero everywhere before and after: 1 + the token's count in the output, once it was met.
 void penalize_row(const PenaltyArgs& a, int64_t r, int32_t* seen) {
   float* const logits = a.logits + r * a.vocab_size;
-  const int64_t begin = a.row_starts[r], outputs = a.output_starts[r], end = a.row_starts[r + 1];
+  const int64_t begin = a.row_starts[r], outputs = a.output_starts[r], end = a.row_ends[r];
   const auto known = [&](int64_t i) { return a.token_ids[i] >= 0 && a.token_ids[i] < a.vocab_size; };
   const float repetition = a.repetition[r], presence = a.presence[r], frequency = a.frequency[r];
   if (repetition != 1.0f || presence != 0.0f || frequency != 0.0f) {
@@ -36,6 +35,8 @@ void penalize_row(const PenaltyArgs& a, int64_t r, int32_t* seen) {
     if (id >= 0 && id < a.vocab_size) logits[id] += a.bias_values[i];
   }
 }
+
+namespace {
 
 void sort_descending(Candidates* c) {
   // Heap sort by (value descending, id ascending); k is small and this needs no scratch.
@@ -87,8 +88,9 @@ int32_t count_greater(const float* logits, int64_t n, float value) {
   return count;
 }
 
-void logprob_row(const LogprobArgs& a, int64_t r, char* scratch) {
-  const float* const logits = a.logits + r * a.vocab_size;
+}  // namespace
+
+void logprob_row(const LogprobArgs& a, int64_t r, const float* logits, char* scratch) {
   const float lowest = -__builtin_inff();
   const float maximum = row_maximum(logits, a.vocab_size);
   const float base = __builtin_isinf(maximum) ? 0.0f : maximum;
@@ -98,12 +100,12 @@ void logprob_row(const LogprobArgs& a, int64_t r, char* scratch) {
   a.ranks[r] = 1 + count_greater(logits, a.vocab_size, chosen == chosen ? chosen : lowest);
   if (a.k == 0) return;
   const int64_t padded = ceil_div(a.vocab_size, 16) * 16;
-  float* const values = reinterpret_cast<float*>(scratch + sizeof(RadixBins));
+  float* const values = reinterpret_cast<float*>(scratch);
   Candidates c{values, reinterpret_cast<int32_t*>(values + padded), values + 2 * padded, 0};
-  for (float threshold = -8.0f; c.count < a.k; threshold *= 2.0f) {
+  for (float threshold = -2.0f; c.count < a.k; threshold *= 2.0f) {
     gather_candidates(logits, a.vocab_size, base, 1.0f, threshold > -60.0f ? threshold : lowest, &c);
   }
-  if (c.count > a.k) keep_prefix(&c, select_prefix(c, nullptr, static_cast<double>(a.k), reinterpret_cast<RadixBins*>(scratch)));
+  if (c.count > a.k) keep_prefix(&c, select_prefix(c, nullptr, static_cast<double>(a.k)));
   sort_descending(&c);
   for (int64_t i = 0; i < a.k; ++i) {
     a.top_ids[r * a.k + i] = c.ids[i];
@@ -111,11 +113,9 @@ void logprob_row(const LogprobArgs& a, int64_t r, char* scratch) {
   }
 }
 
-}  // namespace
-
 void apply_penalties(const PenaltyArgs& args) {
   const int64_t num_bytes = args.vocab_size * static_cast<int64_t>(sizeof(int32_t));
-  const int64_t work = 8 * (args.row_starts[args.num_rows] + args.bias_starts[args.num_rows]) + args.num_rows * args.vocab_size / 8;
+  const int64_t work = 8 * (args.row_ends[args.num_rows - 1] + args.bias_starts[args.num_rows]) + args.num_rows * args.vocab_size / 8;
   parallel_ranges(args.num_rows, work / max_i(1, args.num_rows), [&](int64_t begin, int64_t end) {
     int32_t* const seen = static_cast<int32_t*>(thread_scratch(num_bytes));
     __builtin_memset(seen, 0, static_cast<size_t>(num_bytes));
@@ -124,9 +124,9 @@ void apply_penalties(const PenaltyArgs& args) {
 }
 
 void log_softmax_gather(const LogprobArgs& args) {
-  const int64_t scratch_size = static_cast<int64_t>(sizeof(RadixBins)) + 12 * (ceil_div(args.vocab_size, 16) * 16);
+  const int64_t scratch_size = row_scratch_bytes(args.vocab_size);
   parallel_for(args.num_rows, args.num_rows * args.vocab_size * 16, [&](int64_t r) {
-    logprob_row(args, r, static_cast<char*>(thread_scratch(scratch_size)));
+    logprob_row(args, r, args.logits + r * args.vocab_size, static_cast<char*>(thread_scratch(scratch_size)));
   });
 }
 

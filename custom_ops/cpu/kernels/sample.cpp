@@ -1,6 +1,7 @@
 // Sampling: one row is one thread's, and depends on nothing but itself.
 #include "launchers.h"
 #include "parallel.h"
+#include "rows.h"
 #include "select.h"
 
 namespace fastengine {
@@ -90,8 +91,8 @@ void fill_weights(Candidates* c) {
 }
 
 double mass_of(const Candidates& c) {
-  double total = 0.0;
-  for (int64_t i = 0; i < c.count; ++i) total += static_cast<double>(c.weights[i]);
+  double total;
+  sum_where_ge<1>(c, c.weights, &kNoFloor, &total);
   return total;
 }
 
@@ -100,10 +101,24 @@ void gather(const Row& row, float threshold, Candidates* c) {
   fill_weights(c);
 }
 
-// Gathers from the top until `enough` holds; most rows need one pass with few candidates.
+// As pick(), over all candidates: passes over whole pieces first.
+int32_t pick_of_many(const Candidates& c, double point) {
+  double passed = 0.0;
+  int64_t begin = 0;
+  for (; begin + kSumPiece < c.count; begin += kSumPiece) {
+    const Candidates piece{c.values + begin, c.ids + begin, c.weights + begin, kSumPiece};
+    const double mass = mass_of(piece);
+    if (passed + mass > point) break;
+    passed += mass;
+  }
+  const int32_t picked = pick(c.weights + begin, c.count - begin, point, &passed);
+  return picked < 0 ? picked : static_cast<int32_t>(begin) + picked;
+}
+
+// Gathers from the top until `enough` holds, first what is above `threshold`; most rows need one or two passes.
 template <typename Enough>
-void gather_until(const Row& row, Candidates* c, Enough enough) {
-  for (float threshold = -8.0f; threshold > -60.0f; threshold *= 2.0f) {
+void gather_until(const Row& row, float threshold, Candidates* c, Enough enough) {
+  for (; threshold > -60.0f; threshold *= 2.0f) {
     gather(row, threshold, c);
     if (enough()) return;
   }
@@ -116,15 +131,15 @@ struct Filters {
   float min_p;    // 0: off
 };
 
-void filter(const Row& row, const Filters& filters, Candidates* c, RadixBins* bins) {
+void filter(const Row& row, const Filters& filters, Candidates* c) {
   if (filters.top_k > 0) {
-    gather_until(row, c, [&] { return c->count >= filters.top_k; });
-    if (c->count > filters.top_k) keep_prefix(c, select_prefix(*c, nullptr, static_cast<double>(filters.top_k), bins));
-    if (filters.top_p < 1.0f) keep_prefix(c, select_prefix(*c, c->weights, static_cast<double>(filters.top_p) * mass_of(*c), bins));
+    gather_until(row, -2.0f, c, [&] { return c->count >= filters.top_k; });
+    if (c->count > filters.top_k) keep_prefix(c, select_prefix(*c, nullptr, static_cast<double>(filters.top_k)));
+    if (filters.top_p < 1.0f) keep_prefix(c, select_prefix(*c, c->weights, static_cast<double>(filters.top_p) * mass_of(*c)));
   } else if (filters.top_p < 1.0f) {
     const double target = static_cast<double>(filters.top_p) * total_mass(row);
-    gather_until(row, c, [&] { return mass_of(*c) >= target; });
-    keep_prefix(c, select_prefix(*c, c->weights, target, bins));
+    gather_until(row, -8.0f, c, [&] { return mass_of(*c) >= target; });
+    keep_prefix(c, select_prefix(*c, c->weights, target));
   } else {
     gather(row, __builtin_logf(filters.min_p), c);
   }
@@ -142,6 +157,8 @@ void filter(const Row& row, const Filters& filters, Candidates* c, RadixBins* bi
   c->count = kept;
 }
 
+}  // namespace
+
 int32_t sample_row(const SampleArgs& a, int64_t r, char* scratch) {
   const float* const logits = a.logits + r * a.vocab_size;
   const float maximum = row_maximum(logits, a.vocab_size);
@@ -152,20 +169,16 @@ int32_t sample_row(const SampleArgs& a, int64_t r, char* scratch) {
   const double u = uniform(a.seeds[r], a.positions[r]);
   const float min_p = a.min_p[r] < 1.0f ? a.min_p[r] : 1.0f;
   const Filters filters{a.top_k[r] > 0 && a.top_k[r] < a.vocab_size ? a.top_k[r] : 0, a.top_p[r], min_p};
-  RadixBins* const bins = reinterpret_cast<RadixBins*>(scratch);
   if (filters.top_k == 0 && !(filters.top_p < 1.0f) && !(filters.min_p > 0.0f)) {
-    return sample_whole_row(row, u, reinterpret_cast<double*>(scratch + sizeof(RadixBins)));
+    return sample_whole_row(row, u, reinterpret_cast<double*>(scratch));
   }
   const int64_t padded = ceil_div(a.vocab_size, 16) * 16;
-  float* const values = reinterpret_cast<float*>(scratch + sizeof(RadixBins));
+  float* const values = reinterpret_cast<float*>(scratch);
   Candidates c{values, reinterpret_cast<int32_t*>(values + padded), values + 2 * padded, 0};
-  filter(row, filters, &c, bins);
-  double passed = 0.0;
-  const int32_t picked = pick(c.weights, c.count, u * mass_of(c), &passed);
+  filter(row, filters, &c);
+  const int32_t picked = pick_of_many(c, u * mass_of(c));
   return picked < 0 ? first_at_least(logits, a.vocab_size, maximum) : c.ids[picked];
 }
-
-}  // namespace
 
 void argmax(const float* logits, int32_t* token_ids, int64_t num_rows, int64_t vocab_size) {
   parallel_ranges(num_rows, 2 * vocab_size, [=](int64_t begin, int64_t end) {
@@ -177,7 +190,7 @@ void argmax(const float* logits, int32_t* token_ids, int64_t num_rows, int64_t v
 }
 
 void sample(const SampleArgs& args) {
-  const int64_t scratch_size = static_cast<int64_t>(sizeof(RadixBins)) + 12 * (ceil_div(args.vocab_size, 16) * 16);
+  const int64_t scratch_size = row_scratch_bytes(args.vocab_size);
   parallel_for(args.num_rows, args.num_rows * args.vocab_size * 8, [&](int64_t r) {
     args.token_ids[r] = sample_row(args, r, static_cast<char*>(thread_scratch(scratch_size)));
   });

@@ -14,85 +14,121 @@ struct Candidates {
   int64_t count;
 };
 
-// The floats' order as that of unsigned integers, largest first: 0 is +inf.
-FE_INLINE uint32_t descending_key(float value) {
-  uint32_t bits;
-  value += 0.0f;  // -0 equals 0
-  __builtin_memcpy(&bits, &value, sizeof(bits));
-  return (bits & 0x80000000u) != 0 ? bits : 0x7fffffffu - bits;
+// The n-th float at or below zero, from the largest down: 0 is zero itself, kLastRank is -inf.
+FE_INLINE float float_of_rank(uint32_t n) {
+  const uint32_t bits = n | 0x80000000u;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
 }
 
-// A prefix of the order (value descending, id ascending): every entry with a key below `key`, and the
-// first `ties` of those that equal it.
+constexpr uint32_t kLastRank = 0x7f800000u;
+
+// A prefix of the order (value descending, id ascending): every entry above `value`, and the first `ties` of
+// those that equal it.
 struct Prefix {
-  uint32_t key;
+  float value;
   int64_t ties;
 };
 
-constexpr int kRadixBits = 11;
-constexpr int kRadixBins = 1 << kRadixBits;
+// Adds the lanes of `weights` whose value is at least `bound`.
+FE_INLINE Vec add_where_ge(Vec sum, Vec weights, Vec values, Vec bound) {
+#if defined(__AVX512F__)
+  return _mm512_mask_add_ps(sum, _mm512_cmp_ps_mask(values, bound, _CMP_GE_OQ), sum, weights);
+#else
+  return _mm256_add_ps(sum, _mm256_and_ps(weights, _mm256_cmp_ps(values, bound, _CMP_GE_OQ)));
+#endif
+}
 
-// Scratch of select_prefix.
-struct RadixBins {
-  double mass[kRadixBins];
-  int32_t count[kRadixBins];
-};
+constexpr int64_t kSumPiece = 1024;  // entries summed in float before they go into a double
 
-// The shortest prefix whose total reaches `target`, where an entry counts its weight, or 1 when
-// `weights` is null. The whole row if it never does; at least one entry. Radix selection from the top
-// bits down: three passes, of which the later ones touch only one bin's entries.
-FE_INLINE Prefix select_prefix(const Candidates& c, const float* weights, double target, RadixBins* bins) {
-  uint32_t prefix = 0;
-  double before = 0.0;
-  for (int shift = 32 - kRadixBits;; shift = shift > kRadixBits ? shift - kRadixBits : 0) {
-    const int width = shift == 0 ? 32 - 2 * kRadixBits : kRadixBits;
-    const int upper = shift + width;
-    __builtin_memset(bins, 0, sizeof(*bins));
-    for (int64_t i = 0; i < c.count; ++i) {
-      const uint32_t key = descending_key(c.values[i]);
-      if (upper < 32 && (key >> upper) != (prefix >> upper)) continue;
-      const uint32_t bin = (key >> shift) & ((1u << width) - 1u);
-      bins->count[bin] += 1;
-      if (weights != nullptr) bins->mass[bin] += static_cast<double>(weights[i]);
+// totals[i]: what the entries count whose value is at least bounds[i]; each its weight, or 1 when `weights` is null.
+template <int kBounds>
+FE_INLINE void sum_where_ge(const Candidates& c, const float* weights, const float* bounds, double* totals) {
+  for (int i = 0; i < kBounds; ++i) totals[i] = 0.0;
+  for (int64_t begin = 0; begin < c.count; begin += kSumPiece) {
+    const int64_t end = min_i(c.count, begin + kSumPiece);
+    Vec sums[kBounds];
+    for (int i = 0; i < kBounds; ++i) sums[i] = vzero();
+    for (int64_t at = begin; at < end; at += kLanes) {
+      const int64_t lanes = min_i(kLanes, end - at);
+      const Vec values = vload_n(c.values + at, lanes);
+      const Vec each = vkeep_n(weights != nullptr ? vload_n(weights + at, lanes) : vset(1.0f), lanes, vzero());
+      for (int i = 0; i < kBounds; ++i) sums[i] = add_where_ge(sums[i], each, values, vset(bounds[i]));
     }
-    int last = -1;
-    for (int bin = 0; bin < (1 << width); ++bin) {
-      if (bins->count[bin] == 0) continue;
-      last = bin;
-      const double mass = weights != nullptr ? bins->mass[bin] : static_cast<double>(bins->count[bin]);
-      if (before + mass >= target) break;
-      before += mass;
-    }
-    // Never reached: rounding, or a target past the end. Then the last bin is taken whole.
-    const double last_mass = weights != nullptr ? bins->mass[last] : static_cast<double>(bins->count[last]);
-    const bool reached = before + last_mass >= target;
-    prefix |= static_cast<uint32_t>(last) << shift;
-    if (!reached && shift != 0) {
-      before -= last_mass;
-      continue;
-    }
-    if (shift != 0) continue;
-    const int64_t ties = bins->count[last];
-    if (!reached) return {prefix, ties};
-    const double each = last_mass / static_cast<double>(ties);
-    int64_t wanted = 1;
-    while (wanted < ties && before + each * static_cast<double>(wanted) < target) ++wanted;
-    return {prefix, wanted};
+    for (int i = 0; i < kBounds; ++i) totals[i] += static_cast<double>(vsum(sums[i]));
   }
+}
+
+// The shortest prefix whose total reaches `target`, where an entry counts its weight, or 1 when `weights` is
+// null. The whole row if it never does; at least one entry. Values are at most 0. A search among the floats
+// for the value at which the total reaches the target, eight ways at a time.
+FE_INLINE Prefix select_prefix(const Candidates& c, const float* weights, double target) {
+  constexpr int kBounds = 7;
+  uint32_t low = 0, high = kLastRank;  // the rank searched is in [low, high]
+  while (low < high) {
+    const uint32_t width = high - low;
+    float bounds[kBounds];
+    uint32_t ranks[kBounds];
+    for (uint32_t i = 0; i < kBounds; ++i) {
+      ranks[i] = low + static_cast<uint32_t>(static_cast<uint64_t>(width) * (i + 1) / (kBounds + 1));
+      bounds[i] = float_of_rank(ranks[i]);
+    }
+    double totals[kBounds];
+    sum_where_ge<kBounds>(c, weights, bounds, totals);
+    for (int i = kBounds; i-- > 0 && totals[i] >= target;) high = ranks[i];
+    for (int i = 0; i < kBounds && totals[i] < target && ranks[i] < high; ++i) low = ranks[i] + 1;
+  }
+  const float value = float_of_rank(low), above = low == 0 ? 1.0f : float_of_rank(low - 1);
+  double before, with_ties;
+  sum_where_ge<1>(c, weights, &above, &before);
+  sum_where_ge<1>(c, weights, &value, &with_ties);
+  int64_t ties = 0;
+  for (int64_t i = 0; i < c.count; i += kLanes) {
+    const int64_t lanes = min_i(kLanes, c.count - i);
+    const Vec values = vload_n(c.values + i, lanes);
+    ties += __builtin_popcount(vge_bits(values, vset(value)) & ~vgt_bits(values, vset(value)) & ((1u << lanes) - 1u));
+  }
+  if (ties == 0 || with_ties < target) return {value, ties};
+  const double each = (with_ties - before) / static_cast<double>(ties);
+  int64_t wanted = before > 0.0 ? 0 : 1;
+  while (wanted < ties && before + each * static_cast<double>(wanted) < target) ++wanted;
+  return {value, wanted};
+}
+
+// Moves the lanes of `bits` from place `from` to the end of what is kept. `kept` is at most `from`.
+FE_INLINE int64_t keep_lanes(Candidates* c, int64_t from, uint32_t bits, int64_t kept) {
+#if defined(__AVX512F__)
+  const __mmask16 mask = static_cast<__mmask16>(bits);
+  const Vec values = _mm512_maskz_compress_ps(mask, _mm512_maskz_loadu_ps(mask, c->values + from));
+  const Vec weights = _mm512_maskz_compress_ps(mask, _mm512_maskz_loadu_ps(mask, c->weights + from));
+  const __m512i ids = _mm512_maskz_compress_epi32(mask, _mm512_maskz_loadu_epi32(mask, c->ids + from));
+  const int n = __builtin_popcount(bits);
+  vstore_n(c->values + kept, values, n);
+  vstore_n(c->weights + kept, weights, n);
+  _mm512_mask_storeu_epi32(c->ids + kept, lane_mask(n), ids);
+  return kept + n;
+#else
+  for (; bits != 0; bits &= bits - 1) {
+    const int64_t i = from + __builtin_ctz(bits);
+    c->values[kept] = c->values[i];
+    c->ids[kept] = c->ids[i];
+    c->weights[kept++] = c->weights[i];
+  }
+  return kept;
+#endif
 }
 
 // Drops every candidate that is not in the prefix.
 FE_INLINE void keep_prefix(Candidates* c, Prefix prefix) {
   int64_t kept = 0, ties = 0;
-  for (int64_t i = 0; i < c->count; ++i) {
-    const uint32_t key = descending_key(c->values[i]);
-    const bool tied = key == prefix.key;
-    if (!(key < prefix.key || (tied && ties < prefix.ties))) continue;
-    ties += tied ? 1 : 0;
-    c->values[kept] = c->values[i];
-    c->ids[kept] = c->ids[i];
-    c->weights[kept] = c->weights[i];
-    ++kept;
+  for (int64_t i = 0; i < c->count; i += kLanes) {
+    const int64_t lanes = min_i(kLanes, c->count - i);
+    const Vec values = vload_n(c->values + i, lanes);
+    const uint32_t above = vgt_bits(values, vset(prefix.value)) & ((1u << lanes) - 1u);
+    uint32_t equal = vge_bits(values, vset(prefix.value)) & ((1u << lanes) - 1u) & ~above, taken = 0;
+    for (; equal != 0 && ties < prefix.ties; equal &= equal - 1, ++ties) taken |= equal & -equal;
+    kept = keep_lanes(c, i, above | taken, kept);
   }
   c->count = kept;
 }
@@ -136,6 +172,14 @@ FE_INLINE int64_t gather_candidates(const float* row, int64_t n, float maximum, 
     const Vec values = scaled(vload_n(row + i, lanes), vset(maximum), vset(inverse_temperature));
     uint32_t bits = vge_bits(values, vset(threshold)) & ((1u << lanes) - 1u);
     if (bits == 0) continue;
+#if defined(__AVX512F__)
+    const __mmask16 mask = static_cast<__mmask16>(bits);
+    const int found = __builtin_popcount(bits);
+    const __m512i ids = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(i)), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    vstore_n(c->values + count, _mm512_maskz_compress_ps(mask, values), found);
+    _mm512_mask_storeu_epi32(c->ids + count, lane_mask(found), _mm512_maskz_compress_epi32(mask, ids));
+    count += found;
+#else
     float lane_values[kLanes];
     vstore(lane_values, values);
     for (; bits != 0; bits &= bits - 1) {
@@ -144,6 +188,7 @@ FE_INLINE int64_t gather_candidates(const float* row, int64_t n, float maximum, 
       c->ids[count] = static_cast<int32_t>(i + lane);
       ++count;
     }
+#endif
   }
   c->count = count;
   return count;
