@@ -176,12 +176,8 @@ struct Step {
     const AttentionPlan& plan = w.plan;
     const AttentionInput in{cache(l), w.qkv, w.qkv_stride, w.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale * kLog2E,
                             plan.splits, w.arrived + l * plan.num_splits, w.partials};
-    // A thread prefetches the beginning of the task after the one it has, so several in a row should be its own;
-    // those of a prefill differ too much in size for that, and need it less.
-    const int64_t grain = s.num_tokens == s.num_seqs ? max_i(1, plan.num_tasks / (6 * me.team->num_threads)) : 1;
-    for_tasks(me, plan.num_tasks, grain, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) attention(in, plan.tasks[i], plan.tasks[min_i(i + 1, plan.num_tasks - 1)], scratch(me));
-    });
+    // A thread prefetches the beginning of the task after the one it has, which in its own part is its next.
+    for_tasks(me, plan.num_tasks, 1, [&](int64_t i, int64_t) { attention(in, plan.tasks[i], plan.tasks[min_i(i + 1, plan.num_tasks - 1)], scratch(me)); });
   }
 
   // x += the product.
