@@ -99,13 +99,13 @@ FE_INLINE void add_tile(const Weights<kBits>& w, BlockRows x, int64_t rows, floa
   if (left == 1) add_rows<kBits, 1>(w, x, rows, out);
 }
 
-// A tile that is full: its rows are known, and so is what the next block needs.
-template <int kBits>
-FE_INLINE void add_full_tile(const Weights<kBits>& w, BlockRows x, float* out) {
+// A tile of a number of rows that is known, and with it where the next block's values are.
+template <int kBits, int64_t kRows>
+FE_INLINE void add_tile_of(const Weights<kBits>& w, BlockRows x, float* out) {
 #pragma GCC unroll 1
-  for (int64_t r = 0; r < kTileRows; r += kMaxRows) {
-    for (int64_t line = 0; line < 2; ++line) __builtin_prefetch(x.values + kQuads * kTileRows + r * kQuads + line * 16);
-    add_rows<kBits, kMaxRows>(w, x, kTileRows, out);
+  for (int64_t r = 0; r < kRows; r += kMaxRows) {
+    for (int64_t line = 0; line < 2; ++line) __builtin_prefetch(x.values + kQuads * kRows + r * kQuads + line * 16);
+    add_rows<kBits, kMaxRows>(w, x, kRows, out);
     x.values += kMaxRows, x.scales += kMaxRows, x.offsets += kMaxRows, x.sums += kMaxRows, x.starts += kMaxRows;
     out += kMaxRows * kPanel;
   }
@@ -114,7 +114,9 @@ FE_INLINE void add_full_tile(const Weights<kBits>& w, BlockRows x, float* out) {
 template <int kBits>
 FE_INLINE void panel_rows(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out) {
   constexpr int64_t kBytes = kBits == 8 ? kInt8BlockBytes : kInt4BlockBytes;
-  constexpr int64_t kAhead = 2 * kBytes;
+  // Far enough for a single row, which is through with a block in some ten nanoseconds. What a panel's last
+  // blocks ask for is the start of the next one, which the same thread takes.
+  constexpr int64_t kAhead = 8 * kInt4BlockBytes;
   const int64_t num_blocks = a.padded_k / kBlockK, total_rows = min_i(num_tiles * kTileRows, a.num_rows - first_tile * kTileRows);
   for (int64_t i = 0; i < total_rows * kPanel; i += kLanes) vstore(out + i, vzero());
   for (int64_t b = 0; b < num_blocks; ++b, panel += kBytes) {
@@ -126,7 +128,11 @@ FE_INLINE void panel_rows(const uint8_t* panel, const Activations& a, int64_t fi
         const BlockRows x{reinterpret_cast<const int32_t*>(a.values + row * a.padded_k) + b * kQuads * rows, a.scales + at, a.offsets + at, a.sums + at, a.starts + at};
         float* const target = out + (row - first_tile * kTileRows) * kPanel + v * kLanes;
         if (rows == kTileRows) {
-          add_full_tile<kBits>(w, x, target);
+          add_tile_of<kBits, kTileRows>(w, x, target);
+        } else if (rows == kTileRows / 2) {
+          add_tile_of<kBits, kTileRows / 2>(w, x, target);
+        } else if (rows == 1) {
+          add_rows<kBits, 1>(w, x, 1, target);
         } else {
           add_tile<kBits>(w, x, rows, target);
         }

@@ -25,10 +25,17 @@ FE_INLINE void add_bias(const float* bias, int64_t num_rows, float* out) {
   }
 }
 
+// Where one row's part of a panel is going to be written.
+FE_INLINE void expect_write(const float* p) {
+  __builtin_prefetch(p, 1);
+  __builtin_prefetch(p + kPanel / 2, 1);
+}
+
 // Calls epilogue(first_row, num_rows, panel, values) for up to kChunkRows rows of every panel; values is
 // [kPanels][num_rows][32] of the kPanels panels from `panel` on, which one thread computes together.
-template <int kPanels, typename Epilogue>
-FE_INLINE void run_gemm(Member& me, const LinearView& w, const Activations& a, const Epilogue& epilogue) {
+// expect(first_row, num_rows, panel) comes before, and may ask for the memory that the epilogue writes.
+template <int kPanels, typename Expect, typename Epilogue>
+FE_INLINE void run_gemm(Member& me, const LinearView& w, const Activations& a, const Expect& expect, const Epilogue& epilogue) {
   const int64_t num_tasks = ceil_div(w.num_panels, kPanels), num_tiles = ceil_div(a.num_rows, kTileRows);
   for_tasks(me, num_tasks, 1, [&](int64_t first, int64_t last) {
     alignas(64) float values[kPanels][kChunkRows * kPanel];
@@ -36,6 +43,7 @@ FE_INLINE void run_gemm(Member& me, const LinearView& w, const Activations& a, c
       const int64_t panel = task * kPanels, num_panels = min_i(kPanels, w.num_panels - panel);
       for (int64_t tile = 0; tile < num_tiles; tile += kChunkTiles) {
         const int64_t tiles = min_i(kChunkTiles, num_tiles - tile), num_rows = min_i(tiles * kTileRows, a.num_rows - tile * kTileRows);
+        expect(tile * kTileRows, num_rows, panel);
         for (int64_t p = 0; p < num_panels; ++p) {
           compute_panel(w, a, panel + p, tile, tiles, values[p]);
           if (w.bias != nullptr) add_bias(w.bias + (panel + p) * kPanel, num_rows, values[p]);

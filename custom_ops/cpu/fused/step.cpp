@@ -30,6 +30,11 @@ Activations cut_activations(Cutter* cutter, const LinearView& w, const LinearVie
   return a;
 }
 
+Activations shifted(const Activations& a, int64_t bytes) {
+  const auto shift = [&](auto* p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<uint8_t*>(p) + bytes); };
+  return {a.num_rows, a.padded_k, a.quantized, shift(a.values), shift(a.scales), shift(a.offsets), shift(a.sums), shift(a.starts), shift(a.rows)};
+}
+
 // The same memory in the form that one linear reads.
 Activations for_linear(const Activations& a, const LinearView& w) {
   Activations out = a;
@@ -63,8 +68,11 @@ Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* b
   w.attended = cutter.take<float>(t * m.shape.num_heads * m.shape.head_dim);
   w.gated = cutter.take<float>(t * w.gated_stride);
   w.samples = cutter.take<float>(r * m.shape.hidden);
+  const int64_t before = cutter.used();
   w.input = cut_activations(&cutter, layer.qkv, layer.gate_up, t);
   w.context = cut_activations(&cutter, layer.output, layer.output, t);
+  w.copy_bytes = t <= kRowsCopied ? cutter.used() - before : 0;
+  cutter.take<uint8_t>(w.copy_bytes * (num_threads - 1));
   w.product = cut_activations(&cutter, layer.down, layer.down, t);
   w.last = cut_activations(&cutter, m.head, m.head, r);
   w.plan = {};
@@ -113,25 +121,36 @@ struct Step {
     });
   }
 
-  // Rows of `k` values for a linear; with `weight`, after their norm.
-  void quantize(Member& me, const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out) const {
+  // w.input and w.context as this thread has them, for one linear.
+  Activations own(const Member& me, const Activations& a, const LinearView& linear) const { return for_linear(shifted(a, me.index * w.copy_bytes), linear); }
+
+  void quantize_piece(const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out, int64_t tile, int64_t first_block, int64_t last_block) const {
+    TileSource source{rows + tile * kTileRows * stride, stride, 0, k, weight, {}};
+    for (int64_t r = 0; weight != nullptr && r < rows_of_tile(out.num_rows, tile); ++r) {
+      source.factors[r] = norm_factor(source.x + r * stride, k, m.shape.rms_epsilon);
+    }
+    quantize_tile(source, tile, first_block, last_block, out);
+  }
+
+  // Rows of `k` values for a linear; with `weight`, after their norm. `own_copy`: `out` is this thread's alone.
+  void quantize(Member& me, const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out, bool own_copy) const {
     const int64_t num_tiles = ceil_div(out.num_rows, kTileRows), num_blocks = out.padded_k / kBlockK;
     // Few tiles are shared out in pieces; what each then has to find out again, the norm's factors, is little.
     const int64_t pieces = num_tiles >= 2 * me.team->num_threads ? 1 : min_i(me.team->num_threads, num_blocks);
+    if (own_copy) return quantize_piece(rows, stride, k, weight, out, 0, 0, num_blocks);
     for_tasks(me, num_tiles * pieces, 1, [&](int64_t first, int64_t last) {
       for (int64_t task = first; task < last; ++task) {
         const int64_t tile = task / pieces, piece = task % pieces;
-        TileSource source{rows + tile * kTileRows * stride, stride, 0, k, weight, {}};
-        for (int64_t r = 0; weight != nullptr && r < rows_of_tile(out.num_rows, tile); ++r) {
-          source.factors[r] = norm_factor(source.x + r * stride, k, m.shape.rms_epsilon);
-        }
-        quantize_tile(source, tile, num_blocks * piece / pieces, num_blocks * (piece + 1) / pieces, out);
+        quantize_piece(rows, stride, k, weight, out, tile, num_blocks * piece / pieces, num_blocks * (piece + 1) / pieces);
       }
     });
   }
 
   void project_qkv(Member& me, const LayerView& layer) const {
-    run_gemm<1>(me, layer.qkv, for_linear(w.input, layer.qkv), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    const auto expect = [&](int64_t first, int64_t n, int64_t panel) {
+      for (int64_t r = 0; r < n; ++r) expect_write(w.qkv + (first + r) * w.qkv_stride + panel * kPanel);
+    };
+    run_gemm<1>(me, layer.qkv, own(me, w.input, layer.qkv), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       for (int64_t r = 0; r < n; ++r) {
         for (int64_t v = 0; v < kPanel; v += kLanes) vstore(w.qkv + (first + r) * w.qkv_stride + panel * kPanel + v, vload(values[0] + r * kPanel + v));
       }
@@ -183,7 +202,10 @@ struct Step {
   // x += the product.
   void project_and_add(Member& me, const LinearView& linear, const Activations& a) const {
     const int64_t h = m.shape.hidden;
-    run_gemm<1>(me, linear, a, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    const auto expect = [&](int64_t first, int64_t n, int64_t panel) {
+      for (int64_t r = 0; r < n; ++r) expect_write(w.x + (first + r) * h + panel * kPanel);
+    };
+    run_gemm<1>(me, linear, a, expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       for (int64_t r = 0; r < n; ++r) {
         for (int64_t v = 0; v < kPanel && panel * kPanel + v < h; v += kLanes) {
           float* const target = w.x + (first + r) * h + panel * kPanel + v;
@@ -198,7 +220,15 @@ struct Step {
   void gate(Member& me, const LayerView& layer) const {
     const Activations product = for_linear(w.product, layer.down);
     const bool at_once = product.quantized && layer.gate_up.num_panels * 16 == product.padded_k;
-    run_gemm<2>(me, layer.gate_up, for_linear(w.input, layer.gate_up), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    const auto expect = [&](int64_t first, int64_t n, int64_t panel) {
+      const auto* const values = reinterpret_cast<const float*>(product.values);
+      for (int64_t r = 0; at_once && r < n; r += kTileRows) {
+        // A block of a full tile is contiguous.
+        const float* const block = values + ((first + r) * product.padded_k + panel / 2 * kBlockK * min_i(kTileRows, n - r)) / 4;
+        for (int64_t line = 0; line < kTileRows / 4; ++line) expect_write(block + line * kPanel);
+      }
+    };
+    run_gemm<2>(me, layer.gate_up, own(me, w.input, layer.gate_up), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       const int64_t num_panels = min_i(2, layer.gate_up.num_panels - panel);
       for (int64_t begin = 0; begin < n; begin += kTileRows) {
         alignas(64) float gated[kTileRows * 32];
@@ -214,7 +244,7 @@ struct Step {
         if (at_once) quantize_tile({gated, stride, block * kBlockK, product.padded_k, nullptr, {}}, (first + begin) / kTileRows, block, block + 1, product);
       }
     });
-    if (!at_once) quantize(me, w.gated, w.gated_stride, m.shape.intermediate, nullptr, product);
+    if (!at_once) quantize(me, w.gated, w.gated_stride, m.shape.intermediate, nullptr, product, false);
   }
 
   void last_norm(Member& me) const {
@@ -231,14 +261,15 @@ struct Step {
         if (s.hidden_out != nullptr) __builtin_memcpy(s.hidden_out + r * h, row, static_cast<size_t>(h) * sizeof(float));
       }
     });
-    quantize(me, w.samples, h, h, nullptr, last);
+    quantize(me, w.samples, h, h, nullptr, last, false);
   }
 
   void head(Member& me) const {
     const int64_t vocab = m.shape.vocab, rows = s.num_samples;
     float* const best_values = w.best_values + me.index * rows;
     int32_t* const best_ids = w.best_ids + me.index * rows;
-    run_gemm<1>(me, m.head, for_linear(w.last, m.head), [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    const auto nothing = [](int64_t, int64_t, int64_t) {};
+    run_gemm<1>(me, m.head, for_linear(w.last, m.head), nothing, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       const int64_t columns = min_i(kPanel, vocab - panel * kPanel);
       for (int64_t r = 0; r < n; ++r) {
         const float* const row = values[0] + r * kPanel;
@@ -272,17 +303,18 @@ struct Step {
 
   void run_layers(Member& me) const {
     const int64_t width = m.shape.num_heads * m.shape.head_dim;
+    const bool copied = w.copy_bytes != 0;
     embed(me);
     for (int64_t l = 0; l < m.shape.num_layers; ++l) {
       const LayerView& layer = m.layers[l];
       const KvLayer c = cache(l);
-      quantize(me, w.x, m.shape.hidden, m.shape.hidden, layer.input_norm, for_linear(w.input, layer.qkv));
+      quantize(me, w.x, m.shape.hidden, m.shape.hidden, layer.input_norm, own(me, w.input, layer.qkv), copied);
       project_qkv(me, layer);
       rotate_and_store(me, layer, c);
       attend(me, l);
-      quantize(me, w.attended, width, width, nullptr, for_linear(w.context, layer.output));
-      project_and_add(me, layer.output, for_linear(w.context, layer.output));
-      quantize(me, w.x, m.shape.hidden, m.shape.hidden, layer.post_attention_norm, for_linear(w.input, layer.gate_up));
+      quantize(me, w.attended, width, width, nullptr, own(me, w.context, layer.output), copied);
+      project_and_add(me, layer.output, own(me, w.context, layer.output));
+      quantize(me, w.x, m.shape.hidden, m.shape.hidden, layer.post_attention_norm, own(me, w.input, layer.gate_up), copied);
       gate(me, layer);
       project_and_add(me, layer.down, for_linear(w.product, layer.down));
     }

@@ -16,7 +16,10 @@ struct Workspace {
   float* attended;  // [T][num_heads * head_dim]
   float* gated;     // [T][intermediate rounded up]: silu(gate) * up, where it is not quantized at once
   float* samples;   // [R][hidden]: rows that get logits, after the last norm
+  // Of few rows, every thread makes a copy of `input` and `context`, which lie `copy_bytes` apart: that is
+  // quicker than to wait for each other. 0: there is one, made together.
   Activations input, context, product, last;
+  int64_t copy_bytes;
   AttentionPlan plan;
   uint32_t* arrived;  // [layers][splits]
   float* partials;    // of the splits
@@ -27,6 +30,7 @@ struct Workspace {
   int64_t qkv_stride, gated_stride, num_bytes;
 };
 
+constexpr int64_t kRowsCopied = 2;
 constexpr int64_t kPhasesPerLayer = 12;
 
 // Hands out aligned pieces; with base 0 it only measures.
