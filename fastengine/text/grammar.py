@@ -246,10 +246,13 @@ def _json_schema(source: str) -> str:
 
 
 def _choice(source: str) -> str:
+    """One terminal: alternatives of a rule are parsed side by side, of which the library allows 2,000."""
     choices = _json(source, "choice")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise GrammarError("choice: must be a list of at least one text, none of them empty")
-    return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    return llguidance.LLMatcher.grammar_from_lark(
+        "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    )
 
 
 def _structural_tag(source: str, tokenizer: Tokenizer) -> str:

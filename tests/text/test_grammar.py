@@ -12,6 +12,7 @@ import pytest
 from fastengine.protocol.requests import GrammarSpec
 from fastengine.text.grammar import GrammarCompiler, GrammarError, GrammarMatcher, _Vocabulary, fill_bitmask
 from fastengine.text.tokenizer import Tokenizer
+from tests.frontend.harness import ByteTokenizer
 
 SCHEMA = {
     "type": "object",
@@ -198,3 +199,11 @@ def test_forced_text_is_spelled_exactly(exact_tokenizer: Tokenizer, text: str) -
     for data in (text, text.encode()):
         assert b"".join(vocabulary.tokens[token_id] for token_id in vocabulary(data)) == text.encode()
     assert b"".join(vocabulary.tokens[token_id] for token_id in vocabulary._longest_matches(text.encode())) == text.encode()
+
+
+def test_thousands_of_choices_are_followed_to_the_end() -> None:
+    compiler = GrammarCompiler(ByteTokenizer())
+    matcher = compiler.matcher(GrammarSpec("choice", json.dumps([f"value{i}" for i in range(5000)])))
+    for byte in b"value4321":
+        matcher.consume(byte)
+    assert matcher.is_accepting
