@@ -13,13 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import paddle
-
 from fastengine.protocol.requests import GrammarSpec
 from fastengine.protocol.steps import WorkerCommand, WorkerReply
 from fastengine.worker.block_files import BlockFiles, BlockTransfers
 from fastengine.worker.memory import rss_bytes
 from fastengine.worker.model_host import ModelHost
+from fastengine.worker.profiling import OutputDirError, StepProfiler
 from fastengine.worker.sleeping import KV_CACHE, WEIGHT, MemoryAsleep, Sleeper
 from fastengine.worker.weight_updates import WeightUpdates
 
@@ -38,7 +37,7 @@ class CommandHandlers:
         self._transfers: BlockTransfers | None = None
         self._updates = WeightUpdates(host)
         self._sleeper = Sleeper(host)
-        self._profiler: paddle.profiler.Profiler | None = None
+        self._profiler = StepProfiler(host.tp.rank, gpu=host.device == "gpu")
         self.stopping = False
         self._handlers: dict[str, Callable[[Args], Result]] = {
             "init_cache": self.init_cache,
@@ -64,8 +63,9 @@ class CommandHandlers:
         """The reply to ``command``, None if it comes later; raises only what ends the rank."""
         rank = self._host.tp.rank
 
-        def failed(error: Exception, code: int) -> WorkerReply:
-            return WorkerReply(command_id=command.command_id, rank=rank, error=str(error) or type(error).__name__, error_code=code)
+        def failed(error: Exception, code: int, param: str = "") -> WorkerReply:
+            message = str(error) or type(error).__name__
+            return WorkerReply(command_id=command.command_id, rank=rank, error=message, error_code=code, error_param=param)
 
         handler = self._handlers.get(command.name)
         transfer = self._transfer_handlers.get(command.name)
@@ -81,6 +81,8 @@ class CommandHandlers:
             return WorkerReply(command_id=command.command_id, rank=rank, result=handler(command.args))
         except MemoryAsleep as error:
             return failed(error, 409)
+        except OutputDirError as error:
+            return failed(error, 400, "output_dir")
         except ValueError as error:
             return failed(error, 400)
         except OSError as error:
@@ -176,11 +178,11 @@ class CommandHandlers:
         return self._sleeper.wakeup(args.get("tags") or (WEIGHT, KV_CACHE))
 
     def profile(self, args: Args) -> Result:
-        """``{action: start|stop, output_dir}``: Paddle's profiler; stop writes a Chrome trace per rank. Result: ``{output_dir}``."""
+        """``{action: start|stop, output_dir}``: a profile of the steps between. Result: ``{output_dir}``, then ``{trace_file}``, absolute paths."""
         if args.get("action") == "start":
-            return self._start_profile(args.get("output_dir"))
+            return {"output_dir": str(self._profiler.start(args.get("output_dir")))}
         if args.get("action") == "stop":
-            return self._stop_profile()
+            return {"trace_file": str(self._profiler.stop())}
         raise ValueError(f"action must be start or stop, got {args.get('action')!r}")
 
     def log_level(self, args: Args) -> Result:
@@ -221,27 +223,3 @@ class CommandHandlers:
             return self._updates.commit()
         except OSError as error:
             raise RuntimeError(f"weights are half replaced: {error}") from error
-
-    def _start_profile(self, output_dir: str | None) -> Result:
-        if self._profiler is not None:
-            raise ValueError("a profile is being taken already")
-        if not output_dir:
-            raise ValueError("output_dir: a directory is needed")
-        directory = Path(output_dir) / f"rank-{self._host.tp.rank}"
-        directory.mkdir(parents=True, exist_ok=True)
-        targets = [paddle.profiler.ProfilerTarget.CPU]
-        if self._host.device == "gpu":
-            targets.append(paddle.profiler.ProfilerTarget.GPU)
-        self._profiler = paddle.profiler.Profiler(
-            targets=targets,
-            on_trace_ready=paddle.profiler.export_chrome_tracing(str(directory)),
-        )
-        self._profiler.start()
-        return {"output_dir": str(directory)}
-
-    def _stop_profile(self) -> Result:
-        if self._profiler is None:
-            raise ValueError("no profile is being taken")
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        return {}

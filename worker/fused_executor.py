@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import paddle
+from paddle.profiler import RecordEvent
 
 from fastengine.custom_ops.fused import FusedCache, FusedModel, KvType
 from fastengine.custom_ops.fused_sampling import RowSampling
@@ -84,7 +85,8 @@ class FusedExecutor:
     def _sampled(self, executed: Executed, prepared: PreparedSampling, hidden: np.ndarray) -> Executed:
         """``executed``, whose tokens are drawn, with all else that sampling yields."""
         started = time.perf_counter_ns()
-        executed.logprobs = self._sampler.finish(prepared, executed.token_ids)
+        with RecordEvent("sample"):
+            executed.logprobs = self._sampler.finish(prepared, executed.token_ids)
         executed.bad_rows = {row: (BAD_REQUEST, message) for row, message in prepared.errors.items()} | _not_finite(hidden)
         executed.sample_us = _us_since(started)
         return executed
@@ -109,7 +111,8 @@ class FusedExecutor:
         hidden_out: np.ndarray | None = None,
         sampling: RowSampling | None = None,
     ) -> None:
-        self._model.step(*arrays, sample_rows, self._paged(), logits=logits, token_out=token_out, hidden_out=hidden_out, sampling=sampling)
+        with RecordEvent("fused step"):
+            self._model.step(*arrays, sample_rows, self._paged(), logits=logits, token_out=token_out, hidden_out=hidden_out, sampling=sampling)
 
     def _paged(self) -> FusedCache:
         """The cache's addresses, which change when it has been asleep."""

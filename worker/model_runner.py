@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import paddle
+from paddle.profiler import RecordEvent
 
 from fastengine.protocol.steps import RowError, SlotEmbedding, SlotLogprobs, StepPlan, StepResult
 from fastengine.worker.batch import INTERNAL, PersistentBatch, StepRows, int32
@@ -87,7 +88,8 @@ class ModelExecutor:
 
     def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
         started = time.perf_counter_ns()
-        hidden = self._forward(rows)
+        with RecordEvent("forward"):
+            hidden = self._forward(rows)
         prompt_logprobs = self._prompt_logprobs.collect(hidden, rows)
         embeddings = self._pooler.pool(hidden, rows)
         if sampling.size == 0:
@@ -99,8 +101,9 @@ class ModelExecutor:
         finite = np.isfinite(paddle.sum(hidden, axis=-1, dtype="float32").numpy())  # waits for the forward pass
         sampled = time.perf_counter_ns()
         slots = rows.slots[sampling]
-        drawn = self._sampler.sample(logits, slots)
-        logprobs = self._sampler.logprobs(logits, slots, drawn)
+        with RecordEvent("sample"):
+            drawn = self._sampler.sample(logits, slots)
+            logprobs = self._sampler.logprobs(logits, slots, drawn)
         bad_rows = {row: (BAD_REQUEST, message) for row, message in drawn.errors.items()}
         bad_rows |= dict.fromkeys(np.flatnonzero(~finite).tolist(), (INTERNAL, "the model computed values that are not finite"))
         return Executed(drawn.token_ids, logprobs, prompt_logprobs, embeddings, bad_rows, (sampled - started) // 1000, _us_since(sampled))
@@ -122,9 +125,10 @@ class ModelRunner:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Apply ``plan`` and compute it. A sequence that can't go on becomes a RowError; the others run."""
-        errors = self._apply(plan)
-        self._executor.swap(int32(plan.swap_out).reshape(-1, 2), int32(plan.swap_in).reshape(-1, 2))
-        rows, row_errors = self._batch.rows(plan)
+        with RecordEvent("prepare"):
+            errors = self._apply(plan)
+            self._executor.swap(int32(plan.swap_out).reshape(-1, 2), int32(plan.swap_in).reshape(-1, 2))
+            rows, row_errors = self._batch.rows(plan)
         errors += row_errors
         if rows.slots.size == 0:
             return StepResult(step_id=plan.step_id, errors=errors)

@@ -71,7 +71,7 @@ def raise_on_error(replies: Replies) -> None:
     """Raise ControlError for the first rank that failed, naming it."""
     for reply in replies:
         if reply.error:
-            raise ControlError(reply.error_code, f"rank {reply.rank}: {reply.error}")
+            raise ControlError(reply.error_code, f"rank {reply.rank}: {reply.error}", param=reply.error_param or None)
 
 
 class WorkerOperations:
@@ -198,7 +198,7 @@ class WorkerOperations:
     def profile(self, command: Profile) -> Operation:
         replies: Replies = yield Send("profile", {"action": command.action, "output_dir": command.output_dir})
         raise_on_error(replies)
-        return {"ranks": [reply.result for reply in replies]}
+        return {"ranks": [{"rank": reply.rank, **reply.result} for reply in replies]}
 
     def log_level(self, command: SetLogLevel) -> Operation:
         raise_on_error((yield Send("log_level", {"level": command.level})))

@@ -159,6 +159,8 @@ async def sglang_abort(engine: EngineClient, body: types.SglangAbortBody) -> Res
 
 
 async def profile(engine: EngineClient, body: types.ProfileBody) -> Result:
+    if body.action == "stop" and body.output_dir is not None:
+        raise bad_request("output_dir", "belongs to start: the trace goes where that said")
     return await ask(engine, control.Profile(action=body.action, output_dir=body.output_dir), PROFILE_TIMEOUT_S)
 
 

@@ -114,6 +114,7 @@ class WorkerReply(msgspec.Struct, frozen=True, tag="reply", array_like=True, kw_
     result: dict[str, Any] = {}
     error: str = ""  # empty means success
     error_code: int = 500
+    error_param: str = ""  # the field of the caller's that is to blame, if it is one
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag="ready", array_like=True, kw_only=True):

@@ -87,6 +87,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("/update_weights_from_disk", {}, "model_path"),
     ("/abort_request", {}, "req_ids"),
     ("/v1/log_level", {"level": "LOUD"}, "level"),
+    ("/v1/profile", {"action": "stop", "output_dir": "/tmp/p"}, "output_dir"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.steps import WorkerCommand, WorkerReply
 from fastengine.text.tokenizer import Tokenizer
 from fastengine.worker.commands import CommandHandlers
@@ -205,9 +207,53 @@ def test_profile_writes_a_trace(served: Served, tmp_path: Path) -> None:
     served.do("profile", action="start", output_dir=str(tmp_path / "trace"))
     assert "already" in served.send("profile", action="start", output_dir=str(tmp_path)).error
     served.answer()
+    trace = Path(served.do("profile", action="stop")["trace_file"])
+    assert trace.parent == tmp_path / "trace" / "rank-0"
+    assert {"prepare", "forward", "sample"} <= events(trace)
+    assert any("matmul" in name for name in events(trace))
+
+
+def events(trace: Path) -> set[str]:
+    """Names without the durations that Paddle appends."""
+    return {event["name"].split("[")[0] for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"}
+
+
+def test_profiles_of_the_fused_step_show_it(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", config := hf_config(), random_weights(config))
+    host = loaded_host(path, quantization="wint8", block_size=16, max_model_len=128)
+    handlers = CommandHandlers(host, SimpleQueue[WorkerReply]().put)
+    host.init_cache(NUM_BLOCKS, 0)
+    for kind in range(2):  # a second one is a file of its own
+        started = handlers.handle(WorkerCommand(command_id=1, name="profile", args={"action": "start", "output_dir": str(tmp_path)}))
+        assert started is not None
+        assert started.error == ""
+        driver_of(host).run([Request(PROMPT, 2, SamplingParams(temperature=float(kind)))])
+        stopped = handlers.handle(WorkerCommand(command_id=2, name="profile", args={"action": "stop"}))
+        assert stopped is not None
+        found = events(Path(stopped.result["trace_file"]))
+        assert {"prepare", "fused step"} <= found
+        assert ("sample" in found) == bool(kind)  # the fused step picks greedy tokens itself
+    assert len(list((tmp_path / "rank-0").glob("*.json"))) == 2
+
+
+@pytest.mark.parametrize("name", ["file/inside", "nul\0", "", "long" * 100])
+def test_an_unwritable_profile_directory_is_the_callers_fault(served: Served, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    refused = served.send("profile", action="start", output_dir=name and str(tmp_path / name))
+    assert (refused.error_code, refused.error_param) == (400, "output_dir")
+    assert refused.error.startswith("output_dir: ")
+    served.do("profile", action="start", output_dir=str(tmp_path))
     served.do("profile", action="stop")
-    (trace,) = (tmp_path / "trace" / "rank-0").glob("*.json")
-    assert "matmul" in trace.read_text()
+
+
+def test_a_trace_that_is_not_written_is_no_success(served: Served, tmp_path: Path) -> None:
+    directory = Path(served.do("profile", action="start", output_dir=str(tmp_path))["output_dir"])
+    directory.rmdir()
+    failed = served.send("profile", action="stop")
+    assert failed.error_code == 500
+    assert str(directory) in failed.error
+    served.do("profile", action="start", output_dir=str(tmp_path))
+    served.do("profile", action="stop")
 
 
 def test_bad_arguments(served: Served) -> None:
