@@ -280,25 +280,17 @@ class ControlPlane:
         """One entry per id that was asked for; for ``abort_all`` one per client request."""
         if not command.abort_all and not command.req_ids:
             raise ControlError(400, "name requests in req_ids, or set abort_all", param="req_ids")
-        aborted: list[dict[str, Any]] = []
-        not_found: list[str] = []
         names = list(dict.fromkeys(command.req_ids))
         if command.abort_all:
             names = list(dict.fromkeys(state.request.parent_id or state.request_id for state in self._table))
-        for name in names:
-            states = self._table.named(name)
-            if not states:
-                not_found.append(name)
-                continue
-            aborted.append(self._abort_named(name, states))
-        return {"aborted": aborted, "not_found": not_found}
-
-    def _abort_named(self, name: str, states: list[RequestState]) -> dict[str, Any]:
-        counts = {state.request_id: self._lifecycle.abort(state) for state in states}
-        entry: dict[str, Any] = {"request_id": name, "num_output_tokens": sum(counts.values())}
-        if list(counts) != [name]:
-            entry["children"] = [{"request_id": child, "num_output_tokens": count} for child, count in counts.items()]
-        return entry
+        # All names are looked up before the first abort: a list may hold a parent's and its children's.
+        found = {name: self._table.named(name) for name in names}
+        states = {state.request_id: state for named in found.values() for state in named}
+        counts = {request_id: self._lifecycle.abort(state) for request_id, state in states.items()}
+        return {
+            "aborted": [_aborted_entry(name, named, counts) for name, named in found.items() if named],
+            "not_found": [name for name, named in found.items() if not named],
+        }
 
     # -- worker operations ----------------------------------------------------------------------
 
@@ -368,3 +360,11 @@ class ControlPlane:
     @property
     def is_paused_or_pausing(self) -> bool:
         return self._run_state.mode is not Mode.RUNNING
+
+
+def _aborted_entry(name: str, states: list[RequestState], num_output: dict[str, int]) -> dict[str, Any]:
+    counts = {state.request_id: num_output[state.request_id] for state in states}
+    entry: dict[str, Any] = {"request_id": name, "num_output_tokens": sum(counts.values())}
+    if list(counts) != [name]:
+        entry["children"] = [{"request_id": child, "num_output_tokens": count} for child, count in counts.items()]
+    return entry

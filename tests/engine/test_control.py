@@ -205,6 +205,23 @@ def test_abort_by_exact_id_parent_and_all() -> None:
     driver.assert_idle()
 
 
+@pytest.mark.parametrize("names", [("p", "p#0"), ("p#0", "p"), ("p#1", "p#0", "p", "x")], ids=str)
+def test_a_list_may_hold_a_parent_and_its_children(names: tuple[str, ...]) -> None:
+    driver = Driver()
+    children = [driver.add(prompt(1, 20), request_id=f"p#{i}", parent_id="p", max_tokens=50, ignore_eos=True) for i in range(2)]
+    for _ in range(8):
+        driver.turn()
+    result = driver.call(AbortRequests(req_ids=names)).result
+    assert [entry["request_id"] for entry in result["aborted"]] == [name for name in names if name != "x"]
+    assert result["not_found"] == [name for name in names if name == "x"]
+    counts = {f"p#{i}": len(child.tokens) for i, child in enumerate(children)}
+    for entry in result["aborted"]:
+        assert entry["num_output_tokens"] == (sum(counts.values()) if entry["request_id"] == "p" else counts[entry["request_id"]]) > 0
+    assert {child.finish_reason for child in children} == {"abort"}
+    driver.run()
+    driver.assert_idle()
+
+
 # -- weights ----------------------------------------------------------------------------------------
 
 
