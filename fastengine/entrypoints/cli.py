@@ -3,60 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from typing import Any
 
+from fastengine.entrypoints.ctl import COMMANDS, control
 from fastengine.entrypoints.replay import replay
 from fastengine.version import __version__
 
 DEFAULT_URL = "http://127.0.0.1:8188"
-
-# Control command -> (method, path, help). Arguments are given as key=value, values read as JSON where they are JSON.
-CONTROL = {
-    "pause": ("POST", "/v1/pause", "stop stepping: mode=abort|drain|retract|in_place timeout_s=60"),
-    "resume": ("POST", "/v1/resume", "go on after a pause"),
-    "is-paused": ("GET", "/v1/is_paused", "whether the engine is paused"),
-    "update-weights": ("POST", "/v1/update_weights", "replace the weights: model_path=DIR version=v2 (paused only)"),
-    "sleep": ("POST", "/v1/sleep", 'give memory back: tags=\'["weight","kv_cache"]\''),
-    "wakeup": ("POST", "/v1/wakeup", "take the memory again and resume"),
-    "abort": ("POST", "/v1/abort_requests", "abort: req_ids='[\"id\"]' or abort_all=true"),
-    "flush-cache": ("POST", "/flush_cache", "forget the prefix cache"),
-    "info": ("GET", "/get_server_info", "configuration, versions, memory and queues"),
-}
-
-
-def control(url: str, command: str, arguments: Sequence[str], key: str | None, timeout_s: float) -> int:
-    """Send one control command and print its reply. Returns 0 on success, 1 otherwise."""
-    method, path, _ = CONTROL[command]
-    headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    body = None if method == "GET" else json.dumps(dict(_argument(a) for a in arguments)).encode()
-    request = urllib.request.Request(url.rstrip("/") + path, data=body, headers=headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-            print(json.dumps(json.load(reply), indent=2))
-            return 0
-    except urllib.error.HTTPError as error:
-        print(error.read().decode(errors="replace"), file=sys.stderr)
-    except OSError as error:
-        print(f"fastengine: {url} does not answer: {error}", file=sys.stderr)
-    return 1
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise SystemExit(f"fastengine ctl: {text!r} is not key=value")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ctl.add_argument("--key", default=os.environ.get("FASTENGINE_CONTROL_API_KEY"), help="control API key (default: FASTENGINE_CONTROL_API_KEY)")
     ctl.add_argument("--timeout", type=float, default=660.0, help="seconds to wait for the answer (default: %(default)s)")
     names = ctl.add_subparsers(dest="name", required=True)
-    for name, (_, _, text) in CONTROL.items():
+    for name, (_, _, text) in COMMANDS.items():
         sub = names.add_parser(name, help=text)
         sub.add_argument("arguments", nargs="*", metavar="key=value", help=text)
     again = commands.add_parser("replay", help="send the requests of a --dump-requests file or a crash report again")
