@@ -26,9 +26,9 @@ from fastengine.sampling_rules import MAX_SAMPLING_BYTES, largest_field, samplin
 class Refused(Exception):
     """The request can't be taken; ``error`` goes to its client."""
 
-    def __init__(self, code: int, message: str, *, param: str | None = None, retry_after_s: float | None = None):
+    def __init__(self, code: int, message: str, *, param: str | None = None, retry_after_s: float | None = None, reason: str | None = None):
         super().__init__(message)
-        self.error = EngineError(code, message, param, retry_after_s)
+        self.error = EngineError(code, message, param, retry_after_s, reason)
 
 
 class AdmissionRules:

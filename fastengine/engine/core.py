@@ -42,7 +42,7 @@ from fastengine.engine.worker_operations import WorkerOperations
 from fastengine.model_files.load import default_model_name
 from fastengine.observability.metrics import EngineMetrics, Gauges
 from fastengine.protocol.control import ControlRequest, ControlResponse
-from fastengine.protocol.outputs import FINISH_ABORT, FINISH_ERROR, EngineError, OutputBatch, TokenOutput
+from fastengine.protocol.outputs import DUPLICATE_ID, FINISH_ABORT, FINISH_ERROR, EngineError, OutputBatch, TokenOutput
 from fastengine.protocol.requests import GenerateRequest
 from fastengine.protocol.steps import StepPlan, StepResult, WorkerCommand, WorkerReply
 from fastengine.scheduler.local import LocalScheduler
@@ -161,7 +161,8 @@ class EngineCore:
     def _accepted(self, request: GenerateRequest) -> RequestState:
         """Raises Refused."""
         if request.request_id in self._table or self._table.by_handle(request.client_index, request.handle) is not None:
-            raise Refused(409, f"a request with the id {request.request_id} is running already", param="request_id")
+            message = f"request_id: a request with id {request.request_id!r} is still running"
+            raise Refused(409, message, param="request_id", reason=DUPLICATE_ID)
         end = self._rules.most_tokens(request)
         if self._control.is_paused_or_pausing and self.config.server.reject_while_paused:
             raise Refused(503, "the engine is paused; try again later", retry_after_s=PAUSED_RETRY_S)

@@ -134,7 +134,9 @@ class WorkerOperations:
             if failure.error.code != 503:
                 # Ranks may now hold different weights. Nothing may run until an update succeeds.
                 self.fault = f"an update of the weights failed half way: {failure}"
-            raise
+                raise
+            source = args["path"] or "the served model"
+            raise ControlError(503, f"the workers died while they loaded {source} and are being started again with the old weights") from None
         previous = self._lifecycle.weight_version
         self._weights_changed(args, all(reply.result["is_whole"] for reply in replies), command.version, keep_kv=command.keep_kv)
         return {"weight_version": self._lifecycle.weight_version, "previous_weight_version": previous}
@@ -148,6 +150,8 @@ class WorkerOperations:
         self._metrics.counters["weight_updates"] += 1
 
     def checksum(self) -> Operation:
+        if self.fault is not None:  # what the workers hold is not what the version's name says
+            raise ControlError(409, f"{self.fault}; update the weights first")
         if "weight" in self.sleeping:
             raise ControlError(409, "the weights are asleep: wake them up first")
         if self.fault is not None:

@@ -168,7 +168,7 @@ def _add_control_routes(app: FastAPI, front: FrontEnd, schemas: Schemas) -> None
         required = any(f.required for f in msgspec.structs.fields(route.body))
         schemas.post(app, route.path, endpoint.handle, route.body, reply, "Control", route.summary, body_required=required, error=reply)
         if route.get:
-            schemas.get(app, route.path, endpoint.handle, reply, "Control", route.summary)
+            schemas.add(app, "GET", route.path, endpoint.handle, reply, "Control", route.summary, error=reply)
 
 
 class Schemas:
@@ -201,11 +201,23 @@ class Schemas:
     def get(self, app: FastAPI, path: str, handler: Handler, reply: type, tag: str, summary: str, *, query: Sequence[Json] = ()) -> None:
         self.add(app, "GET", path, handler, reply, tag, summary, query=query)
 
-    def add(self, app: FastAPI, method: str, path: str, handler: Handler, reply: type, tag: str, summary: str, *, query: Sequence[Json] = ()) -> None:
+    def add(
+        self,
+        app: FastAPI,
+        method: str,
+        path: str,
+        handler: Handler,
+        reply: type,
+        tag: str,
+        summary: str,
+        *,
+        query: Sequence[Json] = (),
+        error: type = response_types.ErrorBody,
+    ) -> None:
         """A route without a body; ``query`` are its parameters as OpenAPI describes them."""
         in_path = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in _PATH_PARAMETER.findall(path)]
         extra = {"parameters": [*in_path, *({"in": "query", "required": False, **parameter} for parameter in query)]}
-        responses = self._responses(reply, response_types.ErrorBody)
+        responses = self._responses(reply, error)
         app.add_api_route(path, handler, methods=[method], tags=[tag], summary=summary, openapi_extra=extra, responses=responses, response_model=None)
 
     def _ref(self, kind: type) -> dict[str, str]:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from fastengine.entrypoints import control_types as types
 from fastengine.entrypoints import request_body
 from fastengine.entrypoints.openai.generation import new_request_id
-from fastengine.entrypoints.responses import JsonReply
+from fastengine.entrypoints.responses import JsonReply, error_reply
 from fastengine.frontend.engine_client import EngineClient
 from fastengine.frontend.errors import ApiError, bad_request
 from fastengine.frontend.front_end import FrontEnd
@@ -62,21 +62,13 @@ class ControlEndpoint:
             body = request_body.convert(request_body.decode_object(raw, empty_is={}), self._route.body)
             result = await self._route.run(self._front.engine, body)
         except ApiError as error:
-            return self._failure(request_id, error)
+            return error_reply(error, self._route.path, request_id=request_id)
         if self._route.sglang:
             reply = types.SglangReply(request_id=request_id, status="success", result=result, success=True, message="success")
             if self._route.as_states:
                 reply.internal_states = [result]
             return JsonReply(reply)
         return JsonReply(types.ControlReply(request_id=request_id, status="success", result=result))
-
-    def _failure(self, request_id: str, error: ApiError) -> JsonReply:
-        detail = types.ControlError(code=error.status, message=error.message, param=error.param)
-        headers = {"Retry-After": str(round(error.retry_after_s + 0.5))} if error.retry_after_s is not None else None
-        reply = types.ControlReply(request_id=request_id, status="error", error=detail)
-        if self._route.sglang:
-            reply = types.SglangReply(request_id=request_id, status="error", error=detail, success=False, message=error.message)
-        return JsonReply(reply, error.status, headers)
 
 
 async def ask(engine: EngineClient, command: ControlCommand, timeout_s: float = QUICK_TIMEOUT_S) -> Result:
@@ -155,6 +147,8 @@ async def abort_requests(engine: EngineClient, body: types.AbortBody) -> Result:
 
 
 async def sglang_abort(engine: EngineClient, body: types.SglangAbortBody) -> Result:
+    if body.abort_all == bool(body.rid):
+        raise bad_request("rid", "send either rid or abort_all: true")
     return await abort_requests(engine, types.AbortBody(req_ids=[body.rid] if body.rid else None, abort_all=body.abort_all))
 
 

@@ -11,6 +11,14 @@ from fastengine.protocol.control import PauseMode
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Tags = str | list[str] | None
+# It stands in replies, metrics and logs. The look-ahead is for Python, whose $ would let a line's end pass.
+Version = Annotated[
+    str,
+    Meta(
+        pattern=r"^[!-~]([ -~]{0,126}[!-~])?$(?!\n)",
+        description="The new weight version: up to 128 printable ASCII characters, no space at either end. Default: one is made up.",
+    ),
+]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -24,7 +32,7 @@ class PauseBody(Body):
 
 class UpdateWeightsBody(Body):
     model_path: Annotated[str | None, Meta(description="Where the new weights are; default: the served path.")] = None
-    version: Annotated[str | None, Meta(description="The new weight version; default: one is made up.")] = None
+    version: Version | None = None
     format: Literal["auto", "safetensors", "gguf"] = "auto"
     verify_checksum: Annotated[str | None, Meta(description="Refuse weights whose checksum differs.")] = None
     keep_kv: Annotated[bool, Meta(description="Requests kept by an in_place pause go on over KV of the old weights.")] = False
@@ -33,7 +41,7 @@ class UpdateWeightsBody(Body):
 
 class UpdateTensorsBody(Body):
     path: Annotated[str, Meta(description="A safetensors file in shared memory.", min_length=1)]
-    version: str | None = None
+    version: Version | None = None
     keep_kv: bool = False
     timeout_s: Seconds = 600.0
 
@@ -65,7 +73,7 @@ class SglangUpdateBody(Body):
     model_path: Annotated[str, Meta(min_length=1)]
     load_format: Literal["auto", "safetensors", "gguf"] | None = None
     abort_all_requests: Annotated[bool, Meta(description="Abort what runs instead of waiting for it.")] = False
-    weight_version: str | None = None
+    weight_version: Version | None = None
     flush_cache: Annotated[Literal[True], Meta(description="The cache of old weights is never used again.")] = True
 
 
@@ -80,6 +88,41 @@ class SglangMemoryBody(Body):
 
 class SglangProfileBody(Body):
     output_dir: str | None = None
+
+
+# Where errors of every kind have the shape below, a wrong key's and a wrong method's too.
+PATHS = frozenset(
+    {
+        "/v1/pause",
+        "/v1/resume",
+        "/v1/is_paused",
+        "/v1/update_weights",
+        "/v1/update_weights_from_tensors",
+        "/v1/weights_checksum",
+        "/v1/sleep",
+        "/v1/wakeup",
+        "/v1/abort_requests",
+        "/v1/flush_cache",
+        "/v1/profile",
+        "/v1/log_level",
+        "/v1/server_info",
+        "/server_info",
+    }
+)
+SGLANG_PATHS = frozenset(
+    {
+        "/pause_generation",
+        "/continue_generation",
+        "/update_weights_from_disk",
+        "/abort_request",
+        "/flush_cache",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/start_profile",
+        "/stop_profile",
+        "/get_server_info",
+    }
+)
 
 
 class ControlError(msgspec.Struct, kw_only=True):

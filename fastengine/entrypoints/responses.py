@@ -35,7 +35,7 @@ class JsonReply(Response):
         return msgspec.json.encode(content)
 
 
-def error_reply(error: ApiError, path: str, *, headers: Mapping[str, str] | None = None) -> JsonReply:
+def error_reply(error: ApiError, path: str, *, headers: Mapping[str, str] | None = None, request_id: str | None = None) -> JsonReply:
     """``path`` is the request's: its API decides what errors look like."""
     reply_headers = dict(headers or {})
     if error.retry_after_s is not None:
@@ -44,7 +44,7 @@ def error_reply(error: ApiError, path: str, *, headers: Mapping[str, str] | None
         reply_headers["Connection"] = "close"
     if error.status == 401:
         reply_headers["WWW-Authenticate"] = "Bearer"
-    return JsonReply(error_body(error, path), error.status, reply_headers)
+    return JsonReply(error_body(error, path, request_id), error.status, reply_headers)
 
 
 class EventWriter:

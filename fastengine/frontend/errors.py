@@ -44,7 +44,7 @@ class ApiError(Exception):
         retry = error.retry_after_s
         if retry is None and error.code in (429, 503):
             retry = 1.0
-        return cls(error.code, error.message, param=error.param, retry_after_s=retry)
+        return cls(error.code, error.message, param=error.param, code=error.reason, retry_after_s=retry)
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""

@@ -24,7 +24,17 @@ from fastengine.frontend.engine_client import EngineClient
 from fastengine.frontend.errors import ApiError, engine_unavailable
 from fastengine.frontend.evidence import RequestHistory, SentRequest
 from fastengine.frontend.request_traces import RequestTrace, RequestTraces
-from fastengine.protocol.outputs import FINISH_ABORT, FINISH_STOP, EngineError, EngineStatus, FinishReason, OutputBatch, TokenOutput, TopLogprobs
+from fastengine.protocol.outputs import (
+    DUPLICATE_ID,
+    FINISH_ABORT,
+    FINISH_STOP,
+    EngineError,
+    EngineStatus,
+    FinishReason,
+    OutputBatch,
+    TokenOutput,
+    TopLogprobs,
+)
 from fastengine.protocol.requests import GenerateRequest, SamplingParams
 
 # The engine itself ends a request at its timeout; past this much more it counts as stuck.
@@ -277,7 +287,7 @@ class RequestManager:
         for request_id in (stream.request_id, *ids):
             if request_id in self._streams or request_id in self._ids:
                 message = f"request_id: a request with id {request_id!r} is still running"
-                raise ApiError(409, message, param="request_id", code="duplicate_request_id")
+                raise ApiError(409, message, param="request_id", code=DUPLICATE_ID)
         self._streams[stream.request_id] = stream
         self._ids.update(ids)
         for request in requests:

@@ -13,17 +13,23 @@ FINISH_ABORT: Literal["abort"] = "abort"
 FINISH_ERROR: FinishReason = "error"
 
 
+# Why a request_id is refused, whoever notices: its API process, or the engine when the other request is another process's.
+DUPLICATE_ID = "duplicate_request_id"
+
+
 class EngineError(msgspec.Struct, frozen=True):
     """Why something failed, ready for an HTTP reply.
 
     ``code`` is an HTTP status (400, 404, 409, 429, 499, 500, 503, 504); ``param`` names the caller's
-    own field where one is to blame; ``retry_after_s`` becomes a ``Retry-After`` header.
+    own field where one is to blame; ``retry_after_s`` becomes a ``Retry-After`` header; ``reason`` is the machine-readable
+    code of OpenAI's error object, where there is one beside the status's own.
     """
 
     code: int
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    reason: str | None = None
 
 
 class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):

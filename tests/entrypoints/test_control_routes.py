@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fastengine.entrypoints import control_types
 from fastengine.entrypoints.control_routes import ROUTES
 from fastengine.protocol import control
 
@@ -85,7 +86,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("/v1/update_weights", {"format": "pickle"}, "format"),
     ("/v1/update_weights_from_tensors", {}, "path"),
     ("/update_weights_from_disk", {}, "model_path"),
-    ("/abort_request", {}, "req_ids"),
+    ("/abort_request", {}, "rid"),
+    ("/abort_request", {"rid": "x", "abort_all": True}, "rid"),
     ("/v1/log_level", {"level": "LOUD"}, "level"),
     ("/v1/profile", {"action": "stop", "output_dir": "/tmp/p"}, "output_dir"),
 ]
@@ -102,6 +104,55 @@ def test_bad_bodies_reach_nobody(api, path, body, field):
     assert field in answer["error"]["message"]
     assert answer["error"]["code"] == 400
     assert commands(api) == []
+
+
+@pytest.mark.parametrize("version", ["", "\0", "a\u2028b", "v" * 129, "v\n", " v", "v ", "é"], ids=repr)
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/update_weights", {}, "version"),
+        ("/v1/update_weights_from_tensors", {"path": "/dev/shm/x"}, "version"),
+        ("/update_weights_from_disk", {"model_path": "/w"}, "weight_version"),
+    ],
+)
+def test_versions_are_short_and_printable(api, path, body, field, version):
+    reply = api.http.post(path, json={**body, field: version})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+    assert commands(api) == []
+
+
+@pytest.mark.parametrize("version", ["v", "step 3", "v" * 128, "a/b:c@{1}"])
+def test_versions_that_are_taken(api, version):
+    api.http.post("/v1/update_weights_from_tensors", json={"path": "/dev/shm/x", "version": version})
+    assert commands(api)[-1].version == version
+
+
+def test_errors_of_every_kind_have_the_replys_shape(start_server):
+    server = start_server(wait=False, control_api_key=("root",))
+    for route in ROUTES:
+        for method, headers, status in (("POST", {}, 401), ("PUT", {"x-api-key": "root"}, 405)):
+            reply = server.http.request(method, route.path, headers=headers)
+            answer = reply.json()
+            assert (reply.status_code, answer["status"], answer["result"], answer["error"]["code"]) == (status, "error", None, status), route.path
+            assert answer["request_id"].startswith("ctl-")
+            assert answer.get("success") is (False if route.sglang else None)
+            assert (answer.get("message") == answer["error"]["message"]) == route.sglang
+        assert reply.headers["allow"] == ", ".join(route.methods)
+
+
+def test_the_paths_with_this_shape_are_those_of_the_routes():
+    assert {route.path for route in ROUTES if not route.sglang} == control_types.PATHS
+    assert {route.path for route in ROUTES if route.sglang} == control_types.SGLANG_PATHS
+
+
+def test_the_schemas_say_so(api):
+    document = api.http.get("/openapi.json").json()
+    for route in ROUTES:
+        for method in route.methods:
+            responses = document["paths"][route.path][method.lower()]["responses"]
+            name = "SglangReply" if route.sglang else "ControlReply"
+            for status in ("200", "4XX", "5XX"):
+                assert responses[status]["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}"}
 
 
 def test_the_engines_refusal_has_its_code(api):
