@@ -367,7 +367,7 @@ class FusedModel:
         All indices are C-contiguous int32: ``token_ids, positions, slot_mapping [T]``, ``query_starts
         [S + 1]``, ``context_lens [S]``, ``block_tables [S, M]``. ``sample_rows [R]`` are the tokens
         whose logits are wanted, into ``logits`` float32 ``[R, vocab]`` and/or their argmax into
-        ``token_out`` int32 ``[R]`` (the lowest id of equals); ``hidden_out`` float32 ``[R, hidden]``
+        ``token_out`` int32 ``[R]`` (the lowest id of equals, -1 where no logit is a number); ``hidden_out`` float32 ``[R, hidden]``
         takes the states before the LM head. Without ``logits`` and ``token_out`` the head is left out. With
         ``sampling`` the tokens are drawn as it says; that needs both, and may change ``logits``.
 

@@ -48,10 +48,10 @@ class FusedExecutor:
         if self._is_greedy(slots):
             token_ids = np.empty(sampling.size, np.int32)
             self._step(arrays, last_tokens, token_out=token_ids, hidden_out=hidden)
-            return Executed(token_ids, bad_rows=_not_finite(hidden), forward_us=_us_since(started))
+            return Executed(token_ids, bad_rows=_not_finite(hidden, token_ids < 0), forward_us=_us_since(started))
         prepared, logits, token_ids = self._sampler.prepare(slots), self._logits_buffer(sampling.size), np.empty(sampling.size, np.int32)
         self._step(arrays, last_tokens, logits=logits, token_out=token_ids, hidden_out=hidden, sampling=prepared.rows)
-        return self._sampled(Executed(token_ids, forward_us=_us_since(started)), prepared, hidden)
+        return self._sampled(Executed(token_ids, forward_us=_us_since(started)), prepared, hidden, logits)
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         if swap_out.size:
@@ -80,14 +80,15 @@ class FusedExecutor:
         prepared = self._sampler.prepare(rows.slots[sampling])
         executed.token_ids = np.empty(sampling.size, np.int32)
         self._model.sample(logits, prepared.rows, executed.token_ids)
-        return self._sampled(executed, prepared, hidden)
+        return self._sampled(executed, prepared, hidden, logits)
 
-    def _sampled(self, executed: Executed, prepared: PreparedSampling, hidden: np.ndarray) -> Executed:
+    def _sampled(self, executed: Executed, prepared: PreparedSampling, hidden: np.ndarray, logits: np.ndarray) -> Executed:
         """``executed``, whose tokens are drawn, with all else that sampling yields."""
         started = time.perf_counter_ns()
         with RecordEvent("sample"):
             executed.logprobs = self._sampler.finish(prepared, executed.token_ids)
-        executed.bad_rows = {row: (BAD_REQUEST, message) for row, message in prepared.errors.items()} | _not_finite(hidden)
+        drawn = logits[np.arange(len(logits)), executed.token_ids]
+        executed.bad_rows = _not_finite(hidden, ~np.isfinite(drawn)) | {row: (BAD_REQUEST, message) for row, message in prepared.errors.items()}
         executed.sample_us = _us_since(started)
         return executed
 
@@ -150,9 +151,10 @@ class FusedExecutor:
         return paddle.from_dlpack(logits)
 
 
-def _not_finite(hidden: np.ndarray) -> dict[int, tuple[int, str]]:
-    finite = np.isfinite(hidden.sum(axis=-1))
-    return {} if finite.all() else dict.fromkeys(np.flatnonzero(~finite).tolist(), NOT_FINITE)
+def _not_finite(hidden: np.ndarray, no_token: np.ndarray) -> dict[int, tuple[int, str]]:
+    """Rows whose hidden state is not finite, or whose logits, in spite of that, gave no token (bool ``[R]``)."""
+    bad = ~np.isfinite(hidden.sum(axis=-1)) | no_token
+    return dict.fromkeys(np.flatnonzero(bad).tolist(), NOT_FINITE) if bad.any() else {}
 
 
 def _us_since(started_ns: int) -> int:

@@ -104,8 +104,10 @@ class ModelExecutor:
         with RecordEvent("sample"):
             drawn = self._sampler.sample(logits, slots)
             logprobs = self._sampler.logprobs(logits, slots, drawn)
-        bad_rows = {row: (BAD_REQUEST, message) for row, message in drawn.errors.items()}
-        bad_rows |= dict.fromkeys(np.flatnonzero(~finite).tolist(), (INTERNAL, "the model computed values that are not finite"))
+        # Weights of the head alone can be at fault: then no logit is a number, the drawn one neither.
+        finite &= np.isfinite(paddle.take_along_axis(logits, paddle.to_tensor(drawn.token_ids[:, None]), axis=1).astype("float32").numpy()[:, 0])
+        bad_rows = dict.fromkeys(np.flatnonzero(~finite).tolist(), (INTERNAL, "the model computed values that are not finite"))
+        bad_rows |= {row: (BAD_REQUEST, message) for row, message in drawn.errors.items()}
         return Executed(drawn.token_ids, logprobs, prompt_logprobs, embeddings, bad_rows, (sampled - started) // 1000, _us_since(sampled))
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:

@@ -177,6 +177,17 @@ def test_values_that_are_not_finite_fail_their_row_alone(tmp_path) -> None:
     assert "not finite" in bad.error.message
 
 
+@pytest.mark.parametrize("quantization", ["none", "wint8"])
+def test_a_head_that_is_not_finite_is_an_error(tmp_path, quantization: str) -> None:
+    config = hf_config(tie_word_embeddings=False)
+    weights = random_weights(config)
+    weights["lm_head.weight"][:] = np.nan
+    host = loaded_host(write_model(tmp_path, config, weights), quantization=quantization, block_size=16)
+    for request in driver_of(host).run([Request([3, 4, 5], 3), Request([3, 4, 5], 3, SamplingParams(temperature=0.7, top_p=0.9))]):
+        assert request.error is not None
+        assert "not finite" in request.error.message
+
+
 def test_null_model_yields_its_token(tmp_path) -> None:
     host = loaded_host(write_model(tmp_path, hf_config(), {}), load_format="null")
     assert host.num_blocks_that_fit() > 0

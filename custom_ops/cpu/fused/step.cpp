@@ -369,7 +369,7 @@ void run_step(const ModelView& model, const StepArgs& args, void* memory, int nu
       const int32_t candidate = workspace.best_ids[t * args.num_samples + r];
       if (v > value || (v == value && candidate < id)) value = v, id = candidate;
     }
-    args.token_out[r] = id == 0x7fffffff ? 0 : id;
+    args.token_out[r] = id == 0x7fffffff ? -1 : id;
   }
 }
 

@@ -85,7 +85,7 @@ struct StepArgs {
   float* const* key_scales;   // [num_layers][num_blocks][kv_heads][block_size], null unless int8
   float* const* value_scales;
   float* logits;       // [num_samples][vocab], or null
-  int32_t* token_out;  // [num_samples]: argmax, or null
+  int32_t* token_out;  // [num_samples]: argmax, -1 where no logit is a number; or null
   float* hidden_out;   // [num_samples][hidden] after the last norm, or null
   // [num_samples][hidden] of an earlier step's hidden_out: only their logits are computed, num_tokens is 0.
   const float* hidden_in;
