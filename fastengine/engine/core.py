@@ -350,6 +350,11 @@ class EngineCore:
         return bool(self._operations.sleeping)
 
     @property
+    def fault(self) -> str | None:
+        """Why nothing runs until the weights have been updated; None: nothing is wrong with them."""
+        return self._operations.fault
+
+    @property
     def weight_version(self) -> str:
         return self._lifecycle.weight_version
 
@@ -360,6 +365,7 @@ class EngineCore:
             "weight_version": self.weight_version,
             "is_paused": self.is_paused,
             "sleeping": sorted(self._operations.sleeping),
+            "fault": self.fault,
             "config": self.config.flat(),
             "workers": self._workers,
             "gauges": {name: value for name, (_, value) in self._gauges().items()},

@@ -194,7 +194,10 @@ class EngineService:
         if self._core is None:
             return self._status
         paused, sleeping, version = self._core.is_paused, self._core.is_sleeping, self._core.weight_version
-        return msgspec.structs.replace(self._status, paused=paused, sleeping=sleeping, weight_version=version)
+        message = self._status.message
+        if self._status.state == "ready":
+            message = f"{self._core.fault}; update the weights" if self._core.fault else ""
+        return msgspec.structs.replace(self._status, message=message, paused=paused, sleeping=sleeping, weight_version=version)
 
     def _set_status(self, **changes: object) -> None:
         self._publish_status(msgspec.structs.replace(self._current_status(), **changes))

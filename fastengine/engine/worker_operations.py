@@ -124,9 +124,9 @@ class WorkerOperations:
             raise_on_error(replies)
             if progress.expired:
                 raise ControlError(504, "the update took too long and was given up; the old weights serve")
-        except ControlError:
+        except ControlError as failure:
             yield Send("discard_weights")
-            raise
+            raise (_lost(args) if failure.error.code == 503 else failure) from None
         progress.is_final = True
         try:
             raise_on_error((yield Send("commit_weights")))
@@ -135,8 +135,7 @@ class WorkerOperations:
                 # Ranks may now hold different weights. Nothing may run until an update succeeds.
                 self.fault = f"an update of the weights failed half way: {failure}"
                 raise
-            source = args["path"] or "the served model"
-            raise ControlError(503, f"the workers died while they loaded {source} and are being started again with the old weights") from None
+            raise _lost(args) from None
         previous = self._lifecycle.weight_version
         self._weights_changed(args, all(reply.result["is_whole"] for reply in replies), command.version, keep_kv=command.keep_kv)
         return {"weight_version": self._lifecycle.weight_version, "previous_weight_version": previous}
@@ -232,6 +231,12 @@ class WorkerOperations:
         if self.sleeping:
             raise_on_error((yield Send("sleep", {"tags": sorted(self.sleeping)})))
         return {}
+
+
+def _lost(args: dict[str, Any]) -> ControlError:
+    """The files may be why: one that is cut short while it is read ends a rank without a word."""
+    source = args["path"] or "the served model"
+    return ControlError(503, f"the workers were lost before {source} was loaded; they are being started again with the old weights")
 
 
 def _source(command: UpdateWeights | UpdateWeightsFromTensors, *, must_be_whole: bool) -> dict[str, Any]:

@@ -335,14 +335,17 @@ def test_weights_that_can_not_be_restored_are_not_served(new_weights: object) ->
     assert response.error is not None
     assert response.error.code == 409
     assert "/dev/shm/delta is gone" in response.error.message
+    assert "/dev/shm/delta is gone" in (driver.core.fault or "")
+    assert call_code(driver, WeightsChecksum()) == 409
     driver.worker.refuse.clear()
-    assert call_code(driver, WeightsChecksum()) == 409  # what is loaded is not what the version says
     # Tensors that are not pushed would keep values that nobody meant.
     partial = driver.call(UpdateWeightsFromTensors(path="/dev/shm/some"))
     assert partial.error is not None
     assert partial.error.code == 400
     assert "missing tensors" in partial.error.message
     assert call_code(driver, new_weights) == 200
+    assert driver.core.fault is None
+    assert call_code(driver, WeightsChecksum()) == 200
     assert call_code(driver, Resume()) == 200
     driver.run()
     assert all(one.finish_reason == "length" for one in received)
@@ -581,11 +584,15 @@ def test_tools_reach_every_rank_while_steps_run() -> None:
 def test_workers_that_die_fail_outstanding_commands() -> None:
     driver = Driver()
     driver.call(Pause())
-    update = driver.control(UpdateWeights())
+    update = driver.control(UpdateWeights(model_path="/models/cut-short"))
     checksum = driver.control(WeightsChecksum())
     driver.core.workers_lost()
     driver.deliver()
     assert (code(driver, update), code(driver, checksum)) == (503, 503)
+    error = driver.responses[update].error
+    assert error is not None
+    assert "/models/cut-short" in error.message
+    assert driver.core.weight_version == "default"
     while_down = driver.control(WeightsChecksum())
     assert code(driver, while_down) == 503
     driver.core.workers_restarted(driver.num_blocks)

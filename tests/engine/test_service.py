@@ -14,6 +14,7 @@ import pytest
 from fastengine.engine.intake import IntakeFailed, IntakeThread
 from fastengine.engine.launcher import WorkerGroup
 from fastengine.observability.request_log import read_requests
+from fastengine.protocol.control import IsPaused, Pause, Resume
 from tests.engine.service_harness import ServiceHarness, running_service
 from tests.engine.test_steps import assert_right, prompt
 
@@ -227,3 +228,28 @@ def test_a_stop_does_not_wait_for_steps_that_nobody_wants(short_tmp: Path) -> No
         service.thread.join(30)
         assert not service.thread.is_alive()
         assert time.monotonic() - began < 20
+
+
+def test_the_status_says_why_nothing_runs(short_tmp: Path) -> None:
+    with running_service(short_tmp) as service:
+        service.wait_state("ready")
+        core = service.service._core
+        assert core is not None
+        for fault, message in (("half the weights are new", "half the weights are new; update the weights"), (None, "")):
+            core._operations.fault = fault
+            service.call(IsPaused())
+            service.pump(lambda message=message: service.statuses[-1].message == message)  # type: ignore[misc]
+            assert service.statuses[-1].state == "ready"
+
+
+def test_an_id_of_another_process_has_the_same_code(short_tmp: Path) -> None:
+    with running_service(short_tmp) as service:
+        service.wait_state("ready")
+        service.call(Pause(mode="in_place"))
+        first, second = (service.add([5, 6], request_id="dup", max_tokens=2) for _ in range(2))
+        service.pump(lambda: second.finish_reason is not None)
+        assert second.error is not None
+        assert (second.error.code, second.error.reason, second.error.param) == (409, "duplicate_request_id", "request_id")
+        service.call(Resume())
+        service.finish()
+        assert first.finish_reason != "error"
