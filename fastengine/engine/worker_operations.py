@@ -153,8 +153,6 @@ class WorkerOperations:
             raise ControlError(409, f"{self.fault}; update the weights first")
         if "weight" in self.sleeping:
             raise ControlError(409, "the weights are asleep: wake them up first")
-        if self.fault is not None:
-            raise ControlError(409, f"{self.fault}; update the weights first")
         replies: Replies = yield Send("checksum")
         raise_on_error(replies)
         found = {reply.result["checksum"] for reply in replies}  # of the whole model, so the same on every rank
