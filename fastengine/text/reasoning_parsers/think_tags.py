@@ -14,21 +14,91 @@ from fastengine.text.deltas import MAX_HELD_SPACE, Delta, MarkerFinder, Trailing
 from fastengine.text.reasoning_parsers.base import ReasoningContext, ReasoningParser
 
 
+class LeadingSection:
+    """Parts a text, as it comes in, into the section between two markers that it may begin with, and the rest.
+
+    The states are start, head (newlines behind the first marker), inside, gap (newlines behind the last), rest. Each takes
+    from the front of the buffer and returns what it emits; ``inside`` says of the text that it begins in the section.
+    """
+
+    def __init__(self, begin: str, end: str, *, inside: bool = False):
+        self._begin = begin
+        self._starts_inside = inside
+        self._finder = MarkerFinder([end])
+        self._buffer = ""
+        self._newlines = TrailingSpace("\n")
+        self._state: Callable[[], str] = self._start
+
+    def feed(self, text: str) -> list[tuple[bool, str]]:
+        """What can be told by now: pieces of text, each with whether it is of the section."""
+        if self._state == self._rest:
+            return [(False, text)] if text else []
+        self._buffer += text
+        pieces: list[tuple[bool, str]] = []
+        while self._buffer:
+            state = self._state
+            emitted = state()
+            if emitted:
+                pieces.append((state == self._inside, emitted))
+            if self._state == state:
+                break
+        return pieces
+
+    def finish(self) -> tuple[bool, str]:
+        """What was held back, and whether it is of the section."""
+        rest, self._buffer = self._newlines.take() + self._buffer, ""
+        return self._state == self._inside or (self._state == self._start and self._starts_inside), rest
+
+    def _start(self) -> str:
+        text = self._buffer.lstrip()
+        if len(self._buffer) - len(text) <= MAX_HELD_SPACE:
+            found = match_start(text, (self._begin,))
+            if found == "":
+                return ""
+            if found:
+                self._buffer = text[len(found) :]
+                self._state = self._head
+                return ""
+        self._state = self._head if self._starts_inside else self._rest
+        return ""
+
+    def _head(self) -> str:
+        return self._skip_newlines(self._inside)
+
+    def _inside(self) -> str:
+        place, marker = self._finder.find(self._buffer)
+        text = self._newlines.feed(self._buffer[:place])
+        self._buffer = self._buffer[place + len(marker) :]
+        if marker:
+            self._newlines.take()
+            self._state = self._gap
+        return text
+
+    def _gap(self) -> str:
+        return self._skip_newlines(self._rest)
+
+    def _rest(self) -> str:
+        text, self._buffer = self._buffer, ""
+        return text
+
+    def _skip_newlines(self, then: Callable[[], str]) -> str:
+        self._buffer = self._buffer.lstrip("\n")
+        if self._buffer:
+            self._state = then
+        return ""
+
+
 class ThinkTagParser(ReasoningParser):
-    """The states are start, reasoning, gap (newlines behind the end marker), content."""
+    """The section at the beginning of an answer is its reasoning."""
 
     BEGIN: ClassVar[str] = "<think>"
     END: ClassVar[str] = "</think>"
     # Whether the model begins inside its reasoning when neither the prompt nor the request tells.
     STARTS_INSIDE: ClassVar[bool] = False
-    _FINDER = MarkerFinder([END])
 
     def __init__(self, context: ReasoningContext):
         super().__init__(context)
-        self._inside = self.starts_inside(context)
-        self._buffer = ""
-        self._newlines = TrailingSpace("\n")
-        self._state: Callable[[], str] = self._start
+        self._section = LeadingSection(self.BEGIN, self.END, inside=self.starts_inside(context))
 
     def starts_inside(self, context: ReasoningContext) -> bool:
         end = context.prompt[-256:].rstrip()
@@ -39,25 +109,12 @@ class ThinkTagParser(ReasoningParser):
         return self.STARTS_INSIDE
 
     def feed(self, text: str) -> list[Delta]:
-        if self._state == self._content:
-            return self.content(text) if text else []
-        self._buffer += text
-        deltas: list[Delta] = []
-        while self._buffer:
-            state = self._state
-            emitted = state()
-            if emitted:
-                deltas += [Delta("reasoning", emitted)] if state == self._reasoning else self.content(emitted)
-            if self._state == state:
-                break
-        return deltas
+        return [delta for piece in self._section.feed(text) for delta in self._deltas(*piece)]
 
     def finish(self) -> list[Delta]:
-        rest, self._buffer = self._newlines.take() + self._buffer, ""
-        in_reasoning = self._state == self._reasoning or (self._state == self._start and self._inside)
-        if in_reasoning:
-            return [Delta("reasoning", rest)] if rest else []
-        return (self.content(rest) if rest else []) + self.content_end()
+        is_reasoning, rest = self._section.finish()
+        deltas = self._deltas(is_reasoning, rest) if rest else []
+        return deltas if is_reasoning else deltas + self.content_end()
 
     def content(self, text: str) -> list[Delta]:
         """Content, for parsers that find more in it."""
@@ -66,45 +123,8 @@ class ThinkTagParser(ReasoningParser):
     def content_end(self) -> list[Delta]:
         return []
 
-    # The states: each takes from the front of the buffer and returns what it emits.
-
-    def _start(self) -> str:
-        text = self._buffer.lstrip()
-        if len(self._buffer) - len(text) <= MAX_HELD_SPACE:
-            found = match_start(text, (self.BEGIN,))
-            if found == "":
-                return ""
-            if found:
-                self._buffer = text[len(found) :]
-                self._state = self._reasoning_head
-                return ""
-        self._state = self._reasoning_head if self._inside else self._content
-        return ""
-
-    def _reasoning_head(self) -> str:
-        self._buffer = self._buffer.lstrip("\n")
-        if self._buffer:
-            self._state = self._reasoning
-        return ""
-
-    def _reasoning(self) -> str:
-        place, marker = self._FINDER.find(self._buffer)
-        text = self._newlines.feed(self._buffer[:place])
-        self._buffer = self._buffer[place + len(marker) :]
-        if marker:
-            self._newlines.take()
-            self._state = self._gap
-        return text
-
-    def _gap(self) -> str:
-        self._buffer = self._buffer.lstrip("\n")
-        if self._buffer:
-            self._state = self._content
-        return ""
-
-    def _content(self) -> str:
-        text, self._buffer = self._buffer, ""
-        return text
+    def _deltas(self, is_reasoning: bool, text: str) -> list[Delta]:
+        return [Delta("reasoning", text)] if is_reasoning else self.content(text)
 
 
 class DeepSeekR1ReasoningParser(ThinkTagParser):
@@ -130,79 +150,11 @@ class ErnieX1ReasoningParser(ThinkTagParser):
 
     def __init__(self, context: ReasoningContext):
         super().__init__(context)
-        self._response = ResponseUnwrapper()
+        self._response = LeadingSection("<response>", "</response>")
 
     def content(self, text: str) -> list[Delta]:
-        return _as_content(self._response.feed(text))
+        return [Delta("content", piece) for _, piece in self._response.feed(text)]
 
     def content_end(self) -> list[Delta]:
-        return _as_content(self._response.finish())
-
-
-class ResponseUnwrapper:
-    """Takes ``<response>`` at the beginning of a text and the ``</response>`` that belongs to it away."""
-
-    BEGIN: ClassVar[str] = "<response>"
-    END: ClassVar[str] = "</response>"
-    _FINDER = MarkerFinder([END])
-
-    def __init__(self) -> None:
-        self._buffer = ""
-        self._newlines = TrailingSpace("\n")
-        self._step: Callable[[], str] = self._start
-
-    def feed(self, text: str) -> str:
-        self._buffer += text
-        emitted: list[str] = []
-        while self._buffer:
-            step = self._step
-            emitted.append(step())
-            if self._step == step:
-                break
-        return "".join(emitted)
-
-    def finish(self) -> str:
-        rest, self._buffer = self._newlines.take() + self._buffer, ""
-        return rest
-
-    def _start(self) -> str:
-        text = self._buffer.lstrip()
-        if len(self._buffer) - len(text) <= MAX_HELD_SPACE:
-            found = match_start(text, (self.BEGIN,))
-            if found == "":
-                return ""
-            if found:
-                self._buffer = text[len(found) :]
-                self._step = self._head
-                return ""
-        self._step = self._rest
-        return ""
-
-    def _head(self) -> str:
-        self._buffer = self._buffer.lstrip("\n")
-        if self._buffer:
-            self._step = self._inside
-        return ""
-
-    def _inside(self) -> str:
-        place, marker = self._FINDER.find(self._buffer)
-        text = self._newlines.feed(self._buffer[:place])
-        self._buffer = self._buffer[place + len(marker) :]
-        if marker:
-            self._newlines.take()
-            self._step = self._after
-        return text
-
-    def _after(self) -> str:
-        self._buffer = self._buffer.lstrip("\n")
-        if self._buffer:
-            self._step = self._rest
-        return ""
-
-    def _rest(self) -> str:
-        text, self._buffer = self._buffer, ""
-        return text
-
-
-def _as_content(text: str) -> list[Delta]:
-    return [Delta("content", text)] if text else []
+        _, rest = self._response.finish()
+        return [Delta("content", rest)] if rest else []
