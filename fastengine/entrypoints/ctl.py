@@ -92,11 +92,9 @@ def _call(request: urllib.request.Request, url: str, timeout_s: float) -> Any:
     """The reply's JSON. Raises CallFailed."""
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-            body = reply.read()
+            body = _read(reply, url)
     except urllib.error.HTTPError as error:
         raise CallFailed(f"{error.code}: {_refusal(error)}") from None
-    except http.client.IncompleteRead:
-        raise CallFailed(f"{url} broke its reply off") from None
     except (OSError, OverflowError) as error:
         raise CallFailed(f"{url} does not answer: {_line(str(getattr(error, 'reason', error)) or type(error).__name__)}") from None
     except http.client.HTTPException as error:
@@ -105,6 +103,16 @@ def _call(request: urllib.request.Request, url: str, timeout_s: float) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError):
         raise CallFailed(f"{url} answered with something that is not JSON: {_line(body.decode(errors='replace'))}") from None
+
+
+def _read(reply: http.client.HTTPResponse, url: str) -> bytes:
+    """The body of a reply that has begun. Raises CallFailed."""
+    try:
+        return reply.read()
+    except TimeoutError:
+        raise CallFailed(f"{url} does not go on with its reply") from None
+    except (OSError, http.client.IncompleteRead):
+        raise CallFailed(f"{url} broke its reply off") from None
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 
 import pytest
@@ -85,12 +86,35 @@ def test_replies_that_make_no_sense(reply, words, capsys):
         with listener, listener.accept()[0] as connection:
             connection.recv(9999)
             connection.sendall(reply)
+            # Closing with bytes unread would reset the connection, and take the reply away with it.
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(9999):
+                pass
 
     thread = threading.Thread(target=serve)
     thread.start()
     assert main(["ctl", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}", "--timeout", "5", "pause"]) == 1
     thread.join()
     assert words in one_line(capsys)
+
+
+def test_a_reply_that_is_reset_half_way(capsys):
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.recv(9999)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n{")
+            began.wait(5)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    began = threading.Event()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    threading.Timer(0.2, began.set).start()  # either way of ending gives the same line
+    assert main(["ctl", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}", "--timeout", "5", "pause"]) == 1
+    thread.join()
+    assert "broke its reply off" in one_line(capsys)
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
