@@ -265,7 +265,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def unforeseen(request: Request, error: Exception) -> Response:
         request_id = request.scope.get("state", {}).get("request_id") or new_request_id("req", None)
         logger.error("%s: %s %s failed", request_id, request.method, request.url.path, exc_info=error)
-        return error_reply(ApiError(500, f"internal error in request {request_id}"), request.url.path, headers={"X-Request-Id": request_id})
+        # The server is told of the exception, too, and closes the connection behind the reply: the client should know.
+        headers = {"X-Request-Id": request_id, "Connection": "close"}
+        return error_reply(ApiError(500, f"internal error in request {request_id}"), request.url.path, headers=headers)
 
     async def client_gone(request: Request, error: Exception) -> Response:
         logger.debug("%s: the client went away", request.url.path)

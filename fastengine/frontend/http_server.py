@@ -21,6 +21,8 @@ from fastengine.frontend.http_protocol import TimedProtocol
 logger = logging.getLogger(__name__)
 # Longer than most clients and load balancers keep an idle connection, so that they close it, not we.
 KEEP_ALIVE_S = 75
+# A client that means it needs two round trips for a TLS handshake.
+MAX_HANDSHAKE_S = 10.0
 # After the drain's end, how long replies that say so get to be sent, and requests that hang on to be cancelled.
 LAST_WORDS_S = 1.0
 # Descriptors for anything but connections.
@@ -36,6 +38,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: Any, server: ServerConfig, *, end_requests: Callable[[], int] = lambda: 0):
         self._drain_s = server.shutdown_timeout
+        self._handshake_s = min(server.request_read_timeout, MAX_HANDSHAKE_S)
         self._end_requests = end_requests
         protocol = functools.partial(
             TimedProtocol,
@@ -61,6 +64,16 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         # Its warnings are about what clients send; they get an answer, and nobody else needs to know.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on ``sockets``. A connection is seen by the protocol, and its bounds, only when its TLS handshake is over: that has its own."""
+        config = self.config
+        protocol = functools.partial(config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        bound, loop = None if config.ssl is None else self._handshake_s, asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(protocol, sock=one, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=bound) for one in sockets or ()
+        ]
+        self.started = True
 
     async def main_loop(self) -> None:
         self._loop = asyncio.get_running_loop()

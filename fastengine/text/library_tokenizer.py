@@ -19,7 +19,12 @@ from fastengine.text.tokenizer import Tokenizer, TokenizerError, unknown_token_i
 
 Library = Literal["transformers", "paddleformers", "paddlenlp"]
 MODULES: dict[Library, str] = {"transformers": "transformers", "paddleformers": "paddleformers.transformers", "paddlenlp": "paddlenlp.transformers"}
-EXTRAS: dict[Library, str] = {"transformers": "transformers", "paddleformers": "paddlenlp", "paddlenlp": "paddlenlp"}
+# What brings them: our extras have PaddleFormers, PaddleNLP's successor; PaddleNLP itself pins older libraries than ours.
+PACKAGES: dict[Library, str] = {
+    "transformers": "'fastengine[transformers]'",
+    "paddleformers": "'fastengine[paddlenlp]'",
+    "paddlenlp": "paddlenlp (or 'fastengine[paddlenlp]', and use the backend paddleformers)",
+}
 
 
 def load_library_tokenizer(library: Library, path: Path, *, eos_token_ids: Iterable[int] = (), min_vocab_size: int = 0) -> Tokenizer:
@@ -28,7 +33,7 @@ def load_library_tokenizer(library: Library, path: Path, *, eos_token_ids: Itera
         module = importlib.import_module(MODULES[library])
     except ImportError as error:
         raise TokenizerError(
-            f"{path}: the tokenizer backend {library!r} is not usable here ({error}); install it with: pip install 'fastengine[{EXTRAS[library]}]'"
+            f"{path}: the tokenizer backend {library!r} is not usable here ({error}); install it with: pip install {PACKAGES[library]}"
         ) from error
     try:
         inner = module.AutoTokenizer.from_pretrained(str(path), local_files_only=True)

@@ -140,6 +140,9 @@ def test_an_unforeseen_failure_is_a_500_with_the_request_id(start_server, stream
     assert reply.status_code == 500
     assert "odd" in reply.json()["error"]["message"]
     assert reply.headers["x-request-id"] == "odd"
+    # The exception goes on to the HTTP server, which closes the connection: the next request takes another.
+    assert reply.headers["connection"] == "close"
+    assert server.http.get("/health").status_code == 200
 
 
 def test_an_unforeseen_failure_inside_a_stream_is_an_event(start_server, monkeypatch):

@@ -207,3 +207,9 @@ def test_thousands_of_choices_are_followed_to_the_end() -> None:
     for byte in b"value4321":
         matcher.consume(byte)
     assert matcher.is_accepting
+
+
+@pytest.mark.parametrize(("kind", "source"), [("lark", "root ::= root"), ("lark", "start: start"), ("json_schema", '{"$ref": "#"}')])
+def test_a_grammar_that_leads_only_to_itself_is_refused_in_words(kind: str, source: str) -> None:
+    with pytest.raises(GrammarError, match="no text fits, as where a rule leads only to itself"):
+        GrammarCompiler(ByteTokenizer()).check(GrammarSpec(kind, source))

@@ -154,16 +154,19 @@ struct Int8Kernel {
     }
   }
 
-  // Turns a row's scores into u8 weights, and returns their sum as it was before rounding.
+  // Turns a row's scores into u8 weights, and returns their sum as it was before rounding. What rounding takes from a
+  // weight its lane's next one gets: the many small ones of a long context would all become nothing else.
   FE_MEMBER float weigh(const float* scores, float maximum, int64_t padded, uint8_t* weights) const {
     const Vec level = vset(maximum - kLog2OfLargest);
-    Vec totals[kAtOnce];
-    for (int v = 0; v < kAtOnce; ++v) totals[v] = vzero();
+    Vec totals[kAtOnce], carried[kAtOnce];
+    for (int v = 0; v < kAtOnce; ++v) totals[v] = carried[v] = vzero();
     for (int64_t i = 0; i < padded; i += kAtOnce * kLanes) {
       Vec p[kAtOnce];
       for (int v = 0; v < kAtOnce; ++v) {
-        p[v] = exp2_coarse(vsub(vload(scores + i + v * kLanes), level));
-        totals[v] = vfma(p[v], vload(value_inverses + i + v * kLanes), totals[v]);
+        const Vec exact = exp2_coarse(vsub(vload(scores + i + v * kLanes), level)), wanted = vadd(exact, carried[v]);
+        totals[v] = vfma(exact, vload(value_inverses + i + v * kLanes), totals[v]);
+        p[v] = vround(wanted);
+        carried[v] = vsub(wanted, p[v]);
       }
       round_to_bytes(p, weights + i);
     }
