@@ -322,7 +322,7 @@ def test_a_missing_library_names_its_extra(byte_level_directory: Path, monkeypat
     for library, extra in {"transformers": "transformers", "paddlenlp": "paddlenlp", "paddleformers": "paddlenlp"}.items():
         monkeypatch.setitem(__import__("sys").modules, library, None)
         config = ModelConfig(tokenizer=str(byte_level_directory), tokenizer_backend=library)  # type: ignore[arg-type]
-        with pytest.raises(TokenizerError, match=rf"pip install 'fastengine\[{extra}\]'"):
+        with pytest.raises(TokenizerError, match=rf"pip install .*'fastengine\[{extra}\]'"):
             load_tokenizer(config, SPEC)
 
 
