@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 STATE_CHANGES = (Pause, Resume, UpdateWeights, UpdateWeightsFromTensors, Sleep, Wakeup)
 # Worker operations whose command names no time of its own.
 DEFAULT_TIMEOUT_S = 60.0
+# Of a command without a time of its own that waits for another to end.
+QUICK_PATIENCE_S = 8.0
 
 
 @dataclass(eq=False)
@@ -74,6 +76,14 @@ class _PendingPause:
     request: ControlRequest
     deadline: float
     drains: bool
+
+
+@dataclass(eq=False)
+class _Deferred:
+    """A change of state that waits for another to end."""
+
+    request: ControlRequest
+    deadline: float
 
 
 @dataclass
@@ -108,7 +118,7 @@ class ControlPlane:
         self._responses: list[tuple[int, ControlResponse]] = []
         self._pauses: list[_PendingPause] = []
         self._running: list[_Running] = []
-        self._deferred: deque[ControlRequest] = deque()
+        self._deferred: deque[_Deferred] = deque()
 
     @property
     def holds_steps(self) -> bool:
@@ -125,7 +135,7 @@ class ControlPlane:
 
     def handle(self, request: ControlRequest) -> None:
         if isinstance(request.command, STATE_CHANGES) and not self._may_start(request.command):
-            self._deferred.append(request)
+            self._deferred.append(_Deferred(request, self._clock() + _patience_s(request.command)))
             return
         self._dispatch(request)
         self.settle()
@@ -135,8 +145,8 @@ class ControlPlane:
         exclusive = self._exclusive()
         if self._deferred or exclusive is None:
             return not self._deferred
-        # What is still coming to rest does so no later for a pause, and leaves the engine paused then.
-        return isinstance(command, Pause) and exclusive.waits_for_stop
+        # What is still coming to rest does so no later for a pause, and leaves the engine paused then; a resume ends it.
+        return isinstance(command, Pause | Resume) and exclusive.waits_for_stop
 
     # -- what happens elsewhere -----------------------------------------------------------------
 
@@ -155,10 +165,13 @@ class ControlPlane:
                     self._drive(running, None)
             if not self._deferred or self._exclusive() is not None:
                 return
-            self._dispatch(self._deferred.popleft())
+            self._dispatch(self._deferred.popleft().request)
 
     def expire(self, now: float) -> None:
         """Answer 504 to what has taken too long."""
+        for waiting in [waiting for waiting in self._deferred if waiting.deadline <= now]:
+            self._deferred.remove(waiting)
+            self._fail(waiting.request, EngineError(504, "another command has not ended in time; nothing was done"))
         if not self._pauses and not self._running:
             return
         late = [pause for pause in self._pauses if pause.deadline <= now]
@@ -181,7 +194,7 @@ class ControlPlane:
         self.settle()
 
     def next_deadline(self) -> float | None:
-        deadlines = [pause.deadline for pause in self._pauses]
+        deadlines = [pause.deadline for pause in self._pauses] + [waiting.deadline for waiting in self._deferred]
         deadlines += [running.deadline for running in self._running if running.may_expire]
         return min(deadlines, default=None)
 
@@ -267,6 +280,8 @@ class ControlPlane:
             raise ControlError(409, f"{self._operations.fault}; update the weights first")
         for pause in self._take_pauses():
             self._fail(pause.request, EngineError(409, "resumed before the pause was complete"))
+        for running in [running for running in self._running if running.waits_for_stop]:
+            self._give_up(running, ControlError(409, "resumed before the engine had come to rest; nothing was changed"))
         self._run_state.run()
         return {"is_paused": False}
 
@@ -334,6 +349,14 @@ class ControlPlane:
                     return
                 answer = None
 
+    def _give_up(self, running: _Running, why: ControlError) -> None:
+        """End an operation that waits for the engine to stop: it has changed nothing yet."""
+        self._running.remove(running)
+        try:
+            running.operation.throw(why)
+        except ControlError as failure:
+            self._conclude(running, {}, failure.error)
+
     def _replied(self, running: _Running, replies: Replies) -> None:
         self._drive(running, replies)
         self.settle()
@@ -360,6 +383,11 @@ class ControlPlane:
     @property
     def is_paused_or_pausing(self) -> bool:
         return self._run_state.mode is not Mode.RUNNING
+
+
+def _patience_s(command: ControlCommand) -> float:
+    """How long a change of state may wait for its turn: less than its API process waits for the answer."""
+    return QUICK_PATIENCE_S if isinstance(command, Resume) or not isinstance(command, STATE_CHANGES) else command.timeout_s
 
 
 def _aborted_entry(name: str, states: list[RequestState], num_output: dict[str, int]) -> dict[str, Any]:

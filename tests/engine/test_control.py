@@ -404,6 +404,36 @@ def test_an_update_that_can_not_stop_the_engine_in_time_changes_nothing() -> Non
         assert one.weight_version == "default"
 
 
+def test_a_resume_ends_an_update_that_still_waits_for_requests() -> None:
+    driver = Driver()
+    received = busy(driver)
+    update = driver.control(UpdateWeights(version="v2", stop_first="drain"))
+    assert call_code(driver, Resume()) == 200
+    assert code(driver, update) == 409
+    assert not is_paused(driver)
+    driver.run()
+    for one in received:
+        assert_right(one)
+        assert one.weight_version == "default"
+    driver.assert_idle()
+
+
+def test_what_waits_for_its_turn_too_long_is_not_done_later() -> None:
+    driver = Driver()
+    driver.call(Pause())
+    update = driver.control(UpdateWeights(version="v2"))
+    resume = driver.control(Resume())
+    commands = driver.core.take_commands()
+    driver.time += 9
+    driver.core.expire()
+    driver.deliver()
+    assert (code(driver, update), code(driver, resume)) == (None, 504)
+    driver.core.process_reply(driver.worker.reply(commands[-1]))
+    driver.run()
+    assert code(driver, update) == 200
+    assert is_paused(driver)
+
+
 def test_made_up_versions_are_all_different() -> None:
     driver = Driver()
     driver.call(Pause())
