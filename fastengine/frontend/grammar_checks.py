@@ -58,11 +58,16 @@ class GrammarChecks:
             if len(self._under_way) >= MAX_UNDER_WAY:
                 raise ApiError(429, f"{MAX_UNDER_WAY} grammars are waiting to be compiled", param=param, retry_after_s=1.0)
             task = self._under_way[spec] = asyncio.create_task(self._compile(spec, tokenizer))
-            task.add_done_callback(lambda _: self._under_way.pop(spec))
+            task.add_done_callback(lambda ended: self._ended(spec, ended))
         # Shielded: it may be one of several requests that wait for it.
         problem = await asyncio.shield(task)
         if problem is not None:
             raise bad_request(param, problem, code="invalid_grammar")
+
+    def _ended(self, spec: GrammarSpec, task: asyncio.Task[str | None]) -> None:
+        del self._under_way[spec]
+        if not task.cancelled():
+            task.exception()  # looked at: those who waited for it may all be gone, and asyncio would complain to the log
 
     async def _compile(self, spec: GrammarSpec, tokenizer: Tokenizer) -> str | None:
         """What is wrong with the grammar, or None once it is compiled everywhere. Raises ApiError when the workers take too long."""
