@@ -28,7 +28,7 @@ class OutputText:
 
     The token that ends a sequence (EOS or one of ``stop_token_ids``) has no text; a stop string is cut
     off, with what its last token holds beyond it, unless ``include_stop_str_in_output`` keeps the
-    string itself. With ``track_offsets``, ``token_offsets[i]`` is the place in the text, in characters,
+    string itself. One that is complete within the first ``min_tokens`` tokens ends nothing. With ``track_offsets``, ``token_offsets[i]`` is the place in the text, in characters,
     where the i-th token's own text begins (the character it takes part in, for half a character).
     """
 
@@ -37,6 +37,7 @@ class OutputText:
         self._stops = StopStringMatcher(sampling.stop, include_in_output=sampling.include_stop_str_in_output) if sampling.stop else None
         self._track_offsets = track_offsets
         self._decoded_length = 0
+        self._must_go_on = sampling.min_tokens  # in so many tokens to come no stop string counts
         self.token_offsets: list[int] = []
         self.stop_hit: str | None = None
         self.finished = False
@@ -55,6 +56,7 @@ class OutputText:
         for position in range(num_text_tokens):
             if self._track_offsets:
                 self.token_offsets.append(self._decoded_length)
+            self._must_go_on -= 1
             parts.append(self._emit(feed(token_ids[position])))
             if self.stop_hit is not None:
                 return TextDelta("".join(parts), self.stop_hit, position + 1)
@@ -76,6 +78,6 @@ class OutputText:
         self._decoded_length += len(text)
         if self._stops is None:
             return text
-        text, self.stop_hit = self._stops.feed(text)
+        text, self.stop_hit = self._stops.feed(text, may_end=self._must_go_on < 0)
         self.finished = self.stop_hit is not None
         return text

@@ -25,8 +25,11 @@ class StopStringMatcher:
         self._state = 0
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """(text that may be emitted, the stop string that ended it or None). Not to be called after a match."""
+    def feed(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
+        """(text that may be emitted, the stop string that ended it or None). Not to be called after a match.
+
+        Not ``may_end``: a stop string that becomes complete within ``text`` is text like any other.
+        """
         automaton = self._automaton
         state = self._state
         if state == 0 and automaton.first_characters.isdisjoint(text):
@@ -37,8 +40,10 @@ class StopStringMatcher:
                 state = fallback[state]
             state = next_states[state].get(character, 0)
             stop = matches[state]
-            if stop is not None:
+            if stop is not None and may_end:
                 return self._matched(self._held + text[: position + 1], stop), stop
+        while state and not next_states[state]:  # a whole stop string that was let go: only its end may begin another
+            state = fallback[state]
         self._state = state
         whole = self._held + text
         held = automaton.depth[state]

@@ -57,6 +57,17 @@ def test_a_stop_string_in_the_middle_of_many_tokens(byte_level: Tokenizer, inclu
     assert output.stop_hit == "fox"
 
 
+def test_no_stop_string_counts_in_the_first_min_tokens_tokens(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("a, b, c, d")
+    commas = [n for n in range(1, len(ids) + 1) if byte_level.decode(ids[:n]).endswith(",")]
+    for min_tokens in range(len(ids) + 1):
+        output = OutputText(byte_level, [], SamplingParams(stop=(",",), min_tokens=min_tokens))
+        text = collect(output, ids)
+        end = next((n for n in commas if n > min_tokens), None)
+        assert text == (byte_level.decode(ids) if end is None else byte_level.decode(ids[:end]).removesuffix(","))
+        assert output.stop_hit == (None if end is None else ",")
+
+
 def test_held_text_comes_out_at_the_end(byte_level: Tokenizer) -> None:
     output = OutputText(byte_level, [], SamplingParams(stop=("dogs!",)))
     delta = output.add(byte_level.encode("lazy dog"))

@@ -96,6 +96,31 @@ def test_flush_gives_what_was_held() -> None:
     assert matcher.flush() == "END"
 
 
+@settings(max_examples=800, deadline=None)
+@given(
+    st.text(alphabet="ab", max_size=12),
+    st.text(alphabet="ab", max_size=12),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_what_is_complete_too_early_is_text(early: str, late: str, stops: list[str]) -> None:
+    matcher = StopStringMatcher(stops)
+    output = ""
+    for position, character in enumerate(early):
+        part, stop = matcher.feed(character, may_end=False)
+        output += part
+        assert stop is None
+        seen = early[: position + 1]
+        held = max((k for s in stops for k in range(1, len(s)) if seen.endswith(s[:k])), default=0)
+        assert output == seen[: len(seen) - held]
+    part, hit = matcher.feed(late)
+    output += part if hit is not None else part + matcher.flush()
+    whole = early + late
+    ends = [(end, -len(stop), stop) for stop in stops for end in range(len(early) + 1, len(whole) + 1) if whole[:end].endswith(stop)]
+    end, _, wanted = min(ends, default=(len(whole), 0, None))
+    assert hit == wanted
+    assert output == whole[: end - len(wanted or "")]
+
+
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         StopStringMatcher(["a", ""])
