@@ -180,12 +180,10 @@ class _Metadata:
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         """As Hugging Face spells it; ``frequency_factors`` divide the inverse frequencies one by one."""
-        factors = self._header.tensors.get("rope_freqs.weight")
-        if factors is not None:
-            if factors.type_name != "F32" or factors.nbytes > 4096 or len(factors.shape) != 1:
-                raise ModelFileError(self._header.path, f"rope_freqs.weight: expected a row of F32, got {factors.type_name} {factors.shape}")
-            values = np.fromfile(self._header.path, np.dtype("<f4"), factors.shape[0], offset=factors.offset)
-            return {"rope_type": "frequency_factors", "factors": values.tolist()}
+        if "rope_freqs.weight" in self._header.tensors:
+            return {"rope_type": "frequency_factors", "factors": self._factors("rope_freqs.weight")}
+        if "rope_factors_long.weight" in self._header.tensors:
+            return self._longrope()
         kind = self._values.get(f"{self._prefix}rope.scaling.type", "none")
         if kind == "none":
             return None
@@ -197,6 +195,24 @@ class _Metadata:
             # Stored as a tenth of mscale_all_dim.
             scaling["mscale_all_dim"] = self._number("rope.scaling.yarn_log_multiplier", 0.0) * 10.0
         return scaling
+
+    def _longrope(self) -> dict[str, Any]:
+        scaling: dict[str, Any] = {"rope_type": "longrope"}
+        for which in ("long", "short"):
+            scaling[f"{which}_factor"] = self._factors(f"rope_factors_{which}.weight")
+        scaling["original_max_position_embeddings"] = self._integer("rope.scaling.original_context_length")
+        if f"{self._prefix}rope.scaling.attn_factor" in self._values:
+            scaling["attention_factor"] = self._number("rope.scaling.attn_factor", 1.0)
+        return scaling
+
+    def _factors(self, name: str) -> list[float]:
+        """A tensor of rotary frequency factors: it belongs to the model's shape, not to its weights."""
+        factors = self._header.tensors.get(name)
+        if factors is None or factors.type_name != "F32" or factors.nbytes > 4096 or len(factors.shape) != 1:
+            found = "none" if factors is None else f"{factors.type_name} {factors.shape}"
+            raise ModelFileError(self._header.path, f"{name}: expected a row of F32, got {found}")
+        values: list[float] = np.fromfile(self._header.path, np.dtype("<f4"), factors.shape[0], offset=factors.offset).tolist()
+        return values
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         named = [self._token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]

@@ -134,7 +134,7 @@ class _Config:
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=tuple(dict.fromkeys(eos)),
             pad_token_id=pad[0] if pad else None,
-            extra={key: value for key, value in self._values.items() if key not in SPEC_KEYS},
+            extra={key: value for key, value in self._values.items() if key not in SPEC_KEYS} | self._rope_by_layer_kind(),
         )
 
     def _architecture(self) -> str:
@@ -149,7 +149,7 @@ class _Config:
         new = self._values.get("rope_parameters") or {}
         if not isinstance(old, dict) or not isinstance(new, dict):
             raise self._error("rope_parameters" if not isinstance(new, dict) else "rope_scaling", "must be an object")
-        if new and all(isinstance(value, dict) for value in new.values()):  # one entry per kind of attention layer
+        if _is_per_layer_kind(new):
             new = new.get("full_attention") or next(iter(new.values()))
         rope = {**old, **new}
         theta = rope.pop("rope_theta", None) or self._values.get("rope_theta") or 10000.0
@@ -157,8 +157,17 @@ class _Config:
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if not isinstance(theta, int | float) or not isinstance(partial, int | float) or theta <= 0 or not 0 < partial <= 1:
             raise self._error("rope_parameters", f"unusable rope_theta {theta!r} or partial_rotary_factor {partial!r}")
-        scaling = None if kind == "default" else {**rope, "rope_type": kind}
+        is_plain = kind == "default" and "mrope_section" not in rope
+        scaling = None if is_plain else {**rope, "rope_type": "mrope" if kind == "default" else kind}
         return float(theta), scaling, float(partial)
+
+    def _rope_by_layer_kind(self) -> dict[str, Any]:
+        """``rope_parameters`` where kinds of layers differ in it: a model has to know that, or refuse."""
+        rope = self._values.get("rope_parameters")
+        if not isinstance(rope, dict) or not _is_per_layer_kind(rope):
+            return {}
+        entries = list(rope.values())
+        return {} if entries.count(entries[0]) == len(entries) else {"rope_parameters": rope}
 
     def _integer(self, key: str, default: int | None = None) -> int:
         value = self._values.get(key)
@@ -195,6 +204,10 @@ class _Config:
 
     def _error(self, key: str, message: str) -> ModelFileError:
         return ModelFileError(self._path, f"{key}: {message}")
+
+
+def _is_per_layer_kind(rope: dict[str, Any]) -> bool:
+    return bool(rope) and all(isinstance(value, dict) for value in rope.values())
 
 
 def _tokenizer_eos_ids(directory: Path) -> list[int]:

@@ -56,6 +56,15 @@ def test_rope_parameters_per_layer_kind(tmp_path: Path) -> None:
     rope = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     spec = load_spec(write_config(tmp_path, {"rope_parameters": rope}))
     assert (spec.rope_theta, spec.rope_scaling) == (1e6, None)
+    # For a model to see that its layers differ.
+    assert spec.extra["rope_parameters"] == rope
+    alike = {"full_attention": rope["full_attention"], "sliding_attention": rope["full_attention"]}
+    assert "rope_parameters" not in load_spec(write_config(tmp_path, {"rope_parameters": alike})).extra
+
+
+def test_sections_of_positions_are_kept(tmp_path: Path) -> None:
+    for rope in ({"type": "mrope", "mrope_section": [2, 3, 3]}, {"rope_type": "default", "mrope_section": [2, 3, 3]}):
+        assert load_spec(write_config(tmp_path, {"rope_scaling": rope})).rope_scaling == {**rope, "rope_type": "mrope"}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +194,18 @@ def test_gguf_qwen3_and_what_tensors_tell(tmp_path: Path) -> None:
 def test_gguf_frequency_factors(tmp_path: Path) -> None:
     spec = load_spec(write_gguf(tmp_path / "m.gguf", tensors=("rope_freqs.weight",)))
     assert spec.rope_scaling == {"rope_type": "frequency_factors", "factors": [2.0] * 8}
+
+
+def test_gguf_longrope(tmp_path: Path) -> None:
+    tensors = ("rope_factors_long.weight", "rope_factors_short.weight")
+    pairs = {"rope__scaling__original_context_length": 64, "rope__scaling__attn_factor": 1.5}
+    spec = load_spec(write_gguf(tmp_path / "m.gguf", tensors=tensors, **pairs))
+    factors = {"long_factor": [2.0] * 8, "short_factor": [2.0] * 8}
+    assert spec.rope_scaling == {"rope_type": "longrope", **factors, "original_max_position_embeddings": 64, "attention_factor": 1.5}
+    with pytest.raises(ModelFileError, match=r"rope_factors_short\.weight: expected a row of F32, got none"):
+        load_spec(write_gguf(tmp_path / "half.gguf", tensors=tensors[:1], **pairs))
+    with pytest.raises(ModelFileError, match=r"rope\.scaling\.original_context_length: is missing"):
+        load_spec(write_gguf(tmp_path / "without.gguf", tensors=tensors))
 
 
 def test_gguf_experts_get_hugging_face_names(tmp_path: Path) -> None:

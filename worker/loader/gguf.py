@@ -38,7 +38,7 @@ BLOCK_NAMES = {
 }
 NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>[a-z0-9_]+)\.(?P<kind>weight|bias)")
 # Tensors that are no weights: the model's shape carries them (ModelSpec.rope_scaling).
-NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
+NOT_WEIGHTS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 
 
 def hugging_face_name(name: str) -> str:
