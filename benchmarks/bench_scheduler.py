@@ -46,6 +46,16 @@ class Load:
     overlap: bool
     clients: int
     host_blocks: int = 0
+    pool_blocks: int = 0  # 0: as many as the load needs
+    history: bool = False
+
+    @property
+    def max_len(self) -> int:
+        return self.context + 2 * self.steps + 64
+
+    @property
+    def needed_blocks(self) -> int:
+        return self.running * (self.max_len // self.block_size + 1) + 64
 
 
 def answer(plan: StepPlan) -> StepResult:
@@ -57,8 +67,7 @@ def answer(plan: StepPlan) -> StepResult:
 
 def loaded_engine(load: Load) -> EngineCore:
     """An engine whose ``load.running`` requests have different prompts of ``load.context`` tokens and run."""
-    max_len = load.context + 2 * load.steps + 64
-    num_blocks = load.running * (max_len // load.block_size + 1) + 64
+    num_blocks = max(load.pool_blocks, load.needed_blocks)
     config = EngineConfig.from_flags(
         model="bench",
         block_size=load.block_size,
@@ -70,20 +79,38 @@ def loaded_engine(load: Load) -> EngineCore:
         max_queued_tokens=1 << 40,
         overlap=load.overlap,
     )
-    engine = EngineCore(config, ModelLimits(max_len, VOCAB_SIZE, (EOS,)), num_blocks, load.host_blocks)
+    engine = EngineCore(config, ModelLimits(load.max_len, VOCAB_SIZE, (EOS,)), num_blocks, load.host_blocks)
     rng = np.random.default_rng(0)
+    if load.history:
+        leave_history(engine, load, rng, num_blocks)
     for i in range(load.running):
         # Lengths differ, so that block boundaries are spread evenly over steps.
-        prompt = rng.integers(10, VOCAB_SIZE, load.context - i % load.block_size)
-        sampling = SamplingParams(max_tokens=2 * load.steps + 32)
-        engine.add_request(
-            GenerateRequest(request_id=f"r{i}", client_index=i % load.clients, handle=i, prompt_token_ids=pack_token_ids(prompt), sampling=sampling)
-        )
+        add_request(engine, rng, f"r{i}", i % load.clients, i, load.context - i % load.block_size, 2 * load.steps + 32)
     while engine.server_info()["gauges"]["num_requests_waiting"]:
         run_step(engine)
     for _ in range(load.block_size):
         run_step(engine)
     return engine
+
+
+def add_request(engine: EngineCore, rng: np.random.Generator, request_id: str, client: int, handle: int, num_prompt: int, max_tokens: int) -> None:
+    prompt = pack_token_ids(rng.integers(10, VOCAB_SIZE, num_prompt))
+    sampling = SamplingParams(max_tokens=max_tokens)
+    engine.add_request(GenerateRequest(request_id=request_id, client_index=client, handle=handle, prompt_token_ids=prompt, sampling=sampling))
+
+
+def leave_history(engine: EngineCore, load: Load, rng: np.random.Generator, num_blocks: int) -> None:
+    """Run requests of one token until every block of the pool holds something that can be found."""
+    for i in range(-(-num_blocks // (load.context // load.block_size))):
+        add_request(engine, rng, f"h{i}", 0, i, load.context, 1)
+        if i % load.running == load.running - 1:
+            run_until_idle(engine)
+    run_until_idle(engine)
+
+
+def run_until_idle(engine: EngineCore) -> None:
+    while engine.has_requests():
+        run_step(engine)
 
 
 def run_step(engine: EngineCore) -> None:
@@ -169,6 +196,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--clients", type=int, default=1, help="API processes the requests come from")
     parser.add_argument("--host-blocks", type=int, default=0, help="KV blocks of the host tier")
+    parser.add_argument("--pool-blocks", type=int, default=0, help="KV blocks of every row; default: as many as it needs")
+    parser.add_argument("--history", action="store_true", help="start with a pool that is full of what earlier requests left")
     parser.add_argument("--no-overlap", action="store_true")
     vllm = parser.add_mutually_exclusive_group()
     vllm.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="measure vLLM's scheduler, too, with this Python that has vLLM")
@@ -180,7 +209,7 @@ def main() -> None:
     print(f"{'engine':>11} {'running':>8} {'context':>8} {'mean us':>9} {'best us':>9} {'target':>8} {'p50 us':>9} {'p99 us':>9} {'ns/request':>11}")
     for running in args.running:
         for context in args.context:
-            load = Load(running, context, args.steps, args.block_size, not args.no_overlap, args.clients, args.host_blocks)
+            load = Load(running, context, args.steps, args.block_size, not args.no_overlap, args.clients, args.host_blocks, args.pool_blocks, args.history)
             print(row("fastengine", load, measure, args.repeats), flush=True)
             if vllm_python is not None:
                 shorter = dataclasses.replace(load, steps=args.vllm_steps)

@@ -246,9 +246,8 @@ class KVCacheManager:
                 key = blake2b((keys[-1] if keys else root) + tokens, digest_size=KEY_BYTES).digest()
                 keys.append(key)
                 sequence.num_registered = len(keys)
-                if key not in block_of:
-                    full = block_ids[-1]
-                    block_of[key] = full
+                full = block_ids[-1]
+                if block_of.setdefault(key, full) == full:
                     key_of[full] = key
             block_ids.append(block)
         return blocks
