@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastengine.custom_ops.fused_sampling import RowSampling
+
+if TYPE_CHECKING:
+    from fastengine.custom_ops.fused_slots import BoundSlots
 
 MODEL_LEVEL = -1
 ARENA_ALIGNMENT = 64
@@ -210,6 +214,7 @@ def load_library(path: str | Path) -> ctypes.CDLL:
     library.fe_fused_hash_rows.argtypes = [pointer, integer, pointer, pointer, integer, pointer]
     library.fe_fused_step.argtypes = [integer, pointer, integer]
     library.fe_fused_sample.argtypes = [integer, pointer, integer]
+    library.fe_fused_decode.argtypes = [integer, pointer, ctypes.c_char_p, integer, integer, pointer, pointer]
     return library
 
 
@@ -383,6 +388,17 @@ class FusedModel:
             _address(logits), _address(token_out), _address(hidden_out), None, None if sampling is None else sampling.address,
         )  # fmt: skip
         _check(self._library, self._library.fe_fused_step(self._handle, ctypes.byref(args), self.num_threads))
+
+    def decode(self, slots: bytes, bound: BoundSlots) -> bytes | None:
+        """The next token of each of ``slots`` (int32 ``[n]``) as int32 ``[n]``, which has been appended to the slots' rows.
+
+        None: something about the step is not plain (a slot with penalties, say, or logits that are no numbers), and nothing but
+        KV memory has changed: :meth:`step` computes the same again for a caller who looks at every row.
+        """
+        count = len(slots) // 4
+        code = self._library.fe_fused_decode(self._handle, bound.address, slots, count, self.num_threads, bound.token_address, bound.done_address)
+        _check(self._library, code)
+        return ctypes.string_at(bound.token_address, 4 * count) if bound.done.value else None
 
     def logits(self, hidden: np.ndarray, out: np.ndarray) -> None:
         """Logits of a step's ``hidden_out`` float32 ``[R, hidden]`` into ``out`` float32 ``[R, vocab]``."""

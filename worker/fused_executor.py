@@ -10,6 +10,7 @@ from paddle.profiler import RecordEvent
 
 from fastengine.custom_ops.fused import FusedCache, FusedModel, KvType
 from fastengine.custom_ops.fused_sampling import RowSampling
+from fastengine.custom_ops.fused_slots import BoundSlots, SlotArrays
 from fastengine.worker.batch import INTERNAL, PersistentBatch, StepArrays, StepRows
 from fastengine.worker.fused_sampler import FusedSampler, PreparedSampling
 from fastengine.worker.kv_cache import KVCache
@@ -36,6 +37,7 @@ class FusedExecutor:
         self._buffer: np.ndarray | None = None
         self._fused_cache: FusedCache | None = None
         self._bound_to: paddle.Tensor | None = None
+        self._slots: BoundSlots | None = None
 
     def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
         started = time.perf_counter_ns()
@@ -52,6 +54,10 @@ class FusedExecutor:
         prepared, logits, token_ids = self._sampler.prepare(slots), self._logits_buffer(sampling.size), np.empty(sampling.size, np.int32)
         self._step(arrays, last_tokens, logits=logits, token_out=token_ids, hidden_out=hidden, sampling=prepared.rows)
         return self._sampled(Executed(token_ids, forward_us=_us_since(started)), prepared, hidden, logits)
+
+    def decode(self, slots: bytes) -> bytes | None:
+        with RecordEvent("fused step"):
+            return self._model.decode(slots, self._bound_slots())
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         if swap_out.size:
@@ -122,7 +128,17 @@ class FusedExecutor:
             parts = [[storage.address for storage in part] for part in zip(*(layer.storages() for layer in layers), strict=True)]
             self._fused_cache = FusedCache.of(KV_TYPES[self._cache.shape.dtype], self._batch.block_size, *parts)
             self._bound_to = layers[0].key.tensor
+            self._slots = None
         return self._fused_cache
+
+    def _bound_slots(self) -> BoundSlots:
+        cache = self._paged()
+        if self._slots is None:
+            b, t = self._batch, self._table
+            sampling = (t.temperature, t.top_k, t.top_p, t.min_p, t.seed, t.adjusted, t.num_logprobs)
+            columns = (b.tokens, b.num_tokens, b.block_table, b.num_blocks, b.occupied, b.failed, *sampling)
+            self._slots = BoundSlots(SlotArrays(*columns, self._logits_buffer(b.max_num_seqs)), cache, self._cache.num_blocks)
+        return self._slots
 
     def _checked(self, arrays: StepArrays) -> StepArrays:
         """The operator checks no index. Raises ValueError for what would reach foreign memory."""

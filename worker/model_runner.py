@@ -46,6 +46,9 @@ class Executor(Protocol):
     def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
         """Compute all ``rows`` and a token for ``rows.slots[sampling]``."""
 
+    def decode(self, slots: bytes) -> bytes | None:
+        """A step of decodes alone: the tokens (int32[n]) of ``slots``, already in the batch. None: it needs :meth:`execute`."""
+
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         """Move KV blocks: ``int32[n, 2]`` pairs of (source, target)."""
 
@@ -60,6 +63,9 @@ class NullExecutor:
         if self._step_s:
             time.sleep(self._step_s)  # an accelerator would compute meanwhile
         return Executed(np.full(sampling.size, NULL_TOKEN, dtype=np.int32))
+
+    def decode(self, slots: bytes) -> bytes | None:
+        return None
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         """There are no blocks to move."""
@@ -110,6 +116,9 @@ class ModelExecutor:
         bad_rows |= {row: (BAD_REQUEST, message) for row, message in drawn.errors.items()}
         return Executed(drawn.token_ids, logprobs, prompt_logprobs, embeddings, bad_rows, (sampled - started) // 1000, _us_since(sampled))
 
+    def decode(self, slots: bytes) -> bytes | None:
+        return None
+
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         if swap_out.size:
             self._cache.swap_out(swap_out)
@@ -127,9 +136,13 @@ class ModelRunner:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Apply ``plan`` and compute it. A sequence that can't go on becomes a RowError; the others run."""
+        errors = self._apply(plan)
+        if not errors and not plan.chunk_slots:
+            started = time.perf_counter_ns()
+            token_ids = self._executor.decode(plan.decodes)
+            if token_ids is not None:
+                return StepResult(step_id=plan.step_id, slots=plan.decodes, token_ids=token_ids, forward_us=_us_since(started))
         with RecordEvent("prepare"):
-            errors = self._apply(plan)
-            self._executor.swap(int32(plan.swap_out).reshape(-1, 2), int32(plan.swap_in).reshape(-1, 2))
             rows, row_errors = self._batch.rows(plan)
         errors += row_errors
         if rows.slots.size == 0:
@@ -156,6 +169,15 @@ class ModelRunner:
         )
 
     def _apply(self, plan: StepPlan) -> list[RowError]:
+        """The plan's differences. Most plans of decodes have none."""
+        if not (plan.released or plan.started or plan.grown_slots or plan.swap_out or plan.swap_in):
+            return []
+        with RecordEvent("apply"):
+            errors = self._change_batch(plan)
+            self._executor.swap(int32(plan.swap_out).reshape(-1, 2), int32(plan.swap_in).reshape(-1, 2))
+        return errors
+
+    def _change_batch(self, plan: StepPlan) -> list[RowError]:
         released = int32(plan.released)
         if released.size:
             self._table.release(released)

@@ -13,6 +13,7 @@
 #include "../kernels/thread_pool.h"
 #include "model.h"
 #include "pack.h"
+#include "slot_step.h"
 
 #define FE_ISA avx512
 #include "../kernels/launchers.h"
@@ -36,6 +37,7 @@ namespace {
 struct Handle {
   Model model;
   Buffer memory;
+  SlotStep slot_step;
   std::mutex running;
   bool use_avx512;
 };
@@ -86,6 +88,26 @@ void draw_tokens(const Handle& handle, const StepArgs& step) {
   } else {
     avx2::sample_rows(sampling);
   }
+}
+
+// The caller holds `running`.
+void compute(Handle& handle, const StepArgs& wanted, int threads) {
+  StepArgs step = wanted;
+  if (step.sampling != nullptr) step.token_out = nullptr;  // it needs no argmax
+  if (handle.model.arena == nullptr) throw std::invalid_argument("the model's memory is not bound");
+  const ModelView view = handle.model.view();
+  if (fastengine::num_threads() != threads) set_num_threads(threads);
+  const int64_t needed = handle.use_avx512 ? avx512::step_bytes(view, step, threads) : avx2::step_bytes(view, step, threads);
+  if (needed > handle.memory.size()) {
+    handle.memory = Buffer();  // the old one first
+    handle.memory = Buffer(needed + needed / 4);
+  }
+  if (handle.use_avx512) {
+    avx512::run_step(view, step, handle.memory.data(), threads);
+  } else {
+    avx2::run_step(view, step, handle.memory.data(), threads);
+  }
+  if (wanted.sampling != nullptr) draw_tokens(handle, wanted);
 }
 
 Handle& at(int64_t id) { return *reinterpret_cast<Handle*>(id); }
@@ -179,28 +201,27 @@ int fe_fused_sample(int64_t id, const StepArgs* args, int64_t num_threads) {
   });
 }
 
-int fe_fused_step(int64_t id, const StepArgs* wanted, int64_t num_threads) {
+int fe_fused_step(int64_t id, const StepArgs* args, int64_t num_threads) {
   return guarded([&] {
     Handle& handle = at(id);
-    StepArgs step = *wanted;
-    if (step.sampling != nullptr) step.token_out = nullptr;  // it needs no argmax
-    const StepArgs* const args = &step;
     const std::lock_guard<std::mutex> lock(handle.running);
-    if (handle.model.arena == nullptr) throw std::invalid_argument("the model's memory is not bound");
-    const ModelView view = handle.model.view();
-    const int threads = static_cast<int>(num_threads);
-    if (fastengine::num_threads() != threads) set_num_threads(threads);
-    const int64_t needed = handle.use_avx512 ? avx512::step_bytes(view, *args, threads) : avx2::step_bytes(view, *args, threads);
-    if (needed > handle.memory.size()) {
-      handle.memory = Buffer();  // the old one first
-      handle.memory = Buffer(needed + needed / 4);
-    }
-    if (handle.use_avx512) {
-      avx512::run_step(view, *args, handle.memory.data(), threads);
-    } else {
-      avx2::run_step(view, *args, handle.memory.data(), threads);
-    }
-    if (wanted->sampling != nullptr) draw_tokens(handle, *wanted);
+    compute(handle, *args, static_cast<int>(num_threads));
+  });
+}
+
+// One token for each of `count` slots, into `token_out` and their rows of `arrays`; *done 0: nothing has changed that
+// counts, since the step is not as plain as this takes it, or yielded no numbers.
+int fe_fused_decode(int64_t id, const SlotArrays* arrays, const int32_t* slots, int64_t count, int64_t num_threads, int32_t* token_out, int64_t* done) {
+  return guarded([&] {
+    Handle& handle = at(id);
+    const std::lock_guard<std::mutex> lock(handle.running);
+    const ModelShape& shape = handle.model.shape;
+    *done = 0;
+    if (!handle.slot_step.gather(*arrays, shape, slots, count)) return;
+    compute(handle, handle.slot_step.args(*arrays, token_out), static_cast<int>(num_threads));
+    if (!handle.slot_step.all_finite(*arrays, shape, token_out)) return;
+    append_tokens(*arrays, slots, count, token_out);
+    *done = 1;
   });
 }
 
