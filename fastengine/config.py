@@ -188,7 +188,7 @@ class ParallelConfig:
     worker_log_dir: str | None = flag(None, "Directory for the workers' logs; default: in the runtime directory.", metavar="DIR")
     max_worker_restarts: int = flag(5, "Worker crashes within ten minutes after which the engine gives up.")
     watchdog_timeout: float = flag(
-        300.0, "Seconds a step, a thread with work or a whole process may hang before that process counts as dead; 0: never."
+        300.0, "Seconds a step, a command, a thread with work or a whole process may stand still before that process counts as dead; 0: never."
     )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ import logging
 import os
 import struct
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -134,7 +135,7 @@ class BlockTransfers:
         self._rank = rank
         self._reply = reply
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="block-files")
-        self._last: Future[None] | None = None
+        self._unfinished: deque[Future[None]] = deque()
         self._is_failing = False
 
     def store(self, command_id: int, remove: Sequence[bytes], keys: Sequence[bytes], blocks: Sequence[int]) -> None:
@@ -145,11 +146,11 @@ class BlockTransfers:
         """Read each key's file into its host block."""
         self._begin(command_id, (), keys, blocks, self._files.read)
 
-    def wait(self) -> None:
-        """Until everything asked for is done and answered. Raises what the answering raised."""
-        if self._last is not None:
-            self._last.result()
-            self._last = None
+    def wait(self, moved: Callable[[], None] = lambda: None) -> None:
+        """Until everything asked for is done and answered, ``moved`` being told of each. Raises what the answering raised."""
+        while self._unfinished:
+            self._unfinished.popleft().result()
+            moved()
 
     def close(self) -> None:
         """Finish, and end the thread."""
@@ -159,10 +160,10 @@ class BlockTransfers:
     def _begin(
         self, command_id: int, remove: Sequence[bytes], keys: Sequence[bytes], blocks: Sequence[int], transfer: Callable[[bytes, Pieces], None]
     ) -> None:
-        if self._last is not None and self._last.done():
-            self.wait()  # a thread that could not answer ends the rank: nobody would ever hear of its blocks
+        while self._unfinished and self._unfinished[0].done():
+            self._unfinished.popleft().result()  # a thread that could not answer ends the rank: nobody would ever hear of its blocks
         pairs = list(zip(keys, blocks, strict=True))
-        self._last = self._thread.submit(self._run, command_id, remove, pairs, transfer)
+        self._unfinished.append(self._thread.submit(self._run, command_id, remove, pairs, transfer))
 
     def _run(self, command_id: int, remove: Sequence[bytes], pairs: list[tuple[bytes, int]], transfer: Callable[[bytes, Pieces], None]) -> None:
         result: dict[str, Any] = {"failed": []}

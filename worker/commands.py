@@ -16,6 +16,7 @@ from typing import Any
 from fastengine.protocol.requests import GrammarSpec
 from fastengine.protocol.steps import WorkerCommand, WorkerReply
 from fastengine.worker.block_files import BlockFiles, BlockTransfers
+from fastengine.worker.loader.mapped_file import Moved
 from fastengine.worker.memory import rss_bytes
 from fastengine.worker.model_host import ModelHost
 from fastengine.worker.profiling import OutputDirError, StepProfiler
@@ -30,13 +31,17 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 class CommandHandlers:
     """The handlers and what they keep between commands."""
 
-    def __init__(self, host: ModelHost, reply_later: Callable[[WorkerReply], None]):
-        """``reply_later`` is called by another thread, with replies that :meth:`handle` did not give."""
+    def __init__(self, host: ModelHost, reply_later: Callable[[WorkerReply], None], moved: Moved = lambda: None):
+        """``reply_later`` is called by another thread, with replies that :meth:`handle` did not give.
+
+        ``moved`` is called whenever a command that may take long has got on, by any thread.
+        """
         self._host = host
         self._reply_later = reply_later
+        self._moved = moved
         self._transfers: BlockTransfers | None = None
-        self._updates = WeightUpdates(host)
-        self._sleeper = Sleeper(host)
+        self._updates = WeightUpdates(host, moved)
+        self._sleeper = Sleeper(host, moved)
         self._profiler = StepProfiler(host.tp.rank, gpu=host.device == "gpu")
         self.stopping = False
         self._handlers: dict[str, Callable[[Args], Result]] = {
@@ -211,7 +216,7 @@ class CommandHandlers:
 
     def _finish_transfers(self) -> None:
         if self._transfers is not None:
-            self._transfers.wait()
+            self._transfers.wait(self._moved)
 
     def _end_transfers(self) -> None:
         if self._transfers is not None:

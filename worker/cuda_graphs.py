@@ -27,6 +27,7 @@ import numpy as np
 import paddle
 
 from fastengine.worker.batch import StepArrays
+from fastengine.worker.loader.mapped_file import Moved
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +121,8 @@ class DecodeGraphs:
         self._sizes = np.array(sorted(sizes))
         self._buckets: dict[int, Bucket] = {}
 
-    def capture(self) -> None:
-        """Capture every size that isn't yet. Raises RuntimeError naming the size that could not be."""
+    def capture(self, moved: Moved | None = None) -> None:
+        """Capture every size that isn't yet, ``moved`` being told of each. Raises RuntimeError naming the size that could not be."""
         started = time.monotonic()
         missing = [size for size in self._sizes[::-1].tolist() if size not in self._buckets]
         for size in missing:
@@ -131,6 +132,8 @@ class DecodeGraphs:
                 raise RuntimeError(
                     f"a decode step of {size} sequences could not be captured as a CUDA graph (--max-capture-batch-size 0 runs without): {error}"
                 ) from error
+            if moved is not None:
+                moved()
         if missing:
             logger.info("captured decode steps of %s sequences in %.1f s", ", ".join(map(str, self._sizes)), time.monotonic() - started)
 

@@ -9,6 +9,7 @@ from fastengine.worker.cuda_graphs import LARGEST_BY_DEFAULT, DecodeGraphs, capt
 from fastengine.worker.cuda_memory import StepLimits, measure_kv_budget
 from fastengine.worker.cuda_runtime import CudaRuntime
 from fastengine.worker.kv_cache import KVCache, KVShape
+from fastengine.worker.loader.mapped_file import Moved
 from fastengine.worker.models.llama import LlamaForCausalLM
 
 
@@ -51,6 +52,6 @@ class GpuModel:
         if self._graphs is not None:
             self._graphs.release()
 
-    def capture_graphs(self) -> None:
+    def capture_graphs(self, moved: Moved | None = None) -> None:
         if self._graphs is not None:
-            self._graphs.capture()
+            self._graphs.capture(moved)

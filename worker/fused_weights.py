@@ -27,6 +27,7 @@ from fastengine.custom_ops.library import LIBRARY_PATH
 from fastengine.model_files.spec import ModelSpec
 from fastengine.worker.layers.rotary import cos_sin_table
 from fastengine.worker.loader.checkpoint import Checkpoint
+from fastengine.worker.loader.mapped_file import Moved
 from fastengine.worker.loader.weights import MASK64, Progress, check_tensors, hash_keys, hash_of_bits
 from fastengine.worker.memory import Storage
 from fastengine.worker.packed_cache import PackedCache, file_digest, processor_features
@@ -176,10 +177,11 @@ class FusedWeights:
             if progress is not None:
                 progress(done / total)
 
-    def checksum(self) -> int:
+    def checksum(self, moved: Moved | None = None) -> int:
         """The hash that :class:`ModelWeights` has of the same checkpoint in float32, modulo 2**64.
 
-        It is of the values as they were loaded; packing to fewer bits does not change it.
+        It is of the values as they were loaded; packing to fewer bits does not change it. It is known already: nobody needs
+        to be told that it moves.
         """
         return sum(self._hashes.values()) & MASK64
 

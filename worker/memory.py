@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import paddle
 
+from fastengine.worker.loader.mapped_file import Moved
+
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 # What numpy calls an element: it has no bfloat16, whose bits it holds as integers.
 NUMPY_DTYPES = {
@@ -26,6 +28,8 @@ NUMPY_DTYPES = {
     "uint8": np.dtype(np.uint8),
 }
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+# Written and read back at once while the memory sleeps on disk.
+STRETCH_BYTES = 1 << 26
 Index = tuple[slice, ...]
 
 
@@ -113,20 +117,21 @@ class Storage:
         rows = paddle.index_select(read, paddle.to_tensor(source_ids, place=read.place), axis=0)
         paddle.scatter_(write, paddle.to_tensor(ids, place=write.place), rows.to(write.place))
 
-    def save(self, fd: int) -> None:
-        """Append the raw bytes to an open file."""
+    def save(self, fd: int, moved: Moved) -> None:
+        """Append the raw bytes to an open file. ``moved`` is told of every stretch."""
         data = memoryview(np.ascontiguousarray(self.bits(full_index(self.shape)))).cast("B")
         while data:
-            data = data[os.write(fd, data[: 1 << 28]) :]
+            data = data[os.write(fd, data[:STRETCH_BYTES]) :]
+            moved()
 
-    def restore(self, fd: int, offset: int) -> int:
-        """Fill from the bytes that :meth:`save` wrote at ``offset``; returns where they end."""
+    def restore(self, fd: int, offset: int, moved: Moved) -> int:
+        """Fill from the bytes that :meth:`save` wrote at ``offset``; returns where they end. ``moved`` is told of every stretch."""
         if self._array is not None:
-            _read_exactly(fd, memoryview(self._array.view(np.uint8)).cast("B"), offset)
+            _read_exactly(fd, memoryview(self._array.view(np.uint8)).cast("B"), offset, moved)
         else:
             assert self.tensor is not None, "restore of dropped storage"
             raw = np.empty(self.shape, dtype=UNSIGNED[BYTES_PER_ELEMENT[self.dtype]])
-            _read_exactly(fd, memoryview(raw.view(np.uint8)).cast("B"), offset)
+            _read_exactly(fd, memoryview(raw.view(np.uint8)).cast("B"), offset, moved)
             same_width = {"float32": "float32", "bfloat16": "int16", "float16": "float16"}[self.dtype]
             self.tensor[...] = paddle.to_tensor(raw.view(NUMPY_DTYPES[self.dtype]), dtype=same_width).view(self.dtype)
         return offset + self.nbytes
@@ -141,10 +146,11 @@ def full_index(shape: tuple[int, ...]) -> Index:
     return (slice(None),) * len(shape)
 
 
-def _read_exactly(fd: int, into: memoryview, offset: int) -> None:
+def _read_exactly(fd: int, into: memoryview, offset: int, moved: Moved) -> None:
     done = 0
     while done < len(into):
-        count = os.preadv(fd, [into[done : done + (1 << 28)]], offset + done)
+        count = os.preadv(fd, [into[done : done + STRETCH_BYTES]], offset + done)
+        moved()
         if count == 0:
             raise OSError(f"the saved copy ends at byte {offset + done}, {len(into) - done} bytes early")
         done += count

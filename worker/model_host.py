@@ -27,6 +27,7 @@ from fastengine.worker.kv_cache import KVCache, KVShape, blocks_that_fit
 from fastengine.worker.layers.linear import Place
 from fastengine.worker.loader.checkpoint import Checkpoint
 from fastengine.worker.loader.dummy import DummyCheckpoint
+from fastengine.worker.loader.mapped_file import Moved
 from fastengine.worker.loader.weights import ModelWeights, model_spec, open_checkpoint
 from fastengine.worker.model_runner import Executor, ModelExecutor, ModelRunner, NullExecutor
 from fastengine.worker.models.llama import LlamaForCausalLM
@@ -149,10 +150,10 @@ class ModelHost:
         if self._gpu is not None:
             self._gpu.release_graphs()
 
-    def capture_graphs(self) -> None:
-        """When weights and KV memory are where they will stay."""
+    def capture_graphs(self, moved: Moved) -> None:
+        """When weights and KV memory are where they will stay. ``moved`` is told of every graph."""
         if self._gpu is not None:
-            self._gpu.capture_graphs()
+            self._gpu.capture_graphs(moved)
 
     def step(self, plan: StepPlan) -> StepResult:
         if self._runner is None:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
+from fastengine.worker.loader.mapped_file import Moved
 from fastengine.worker.memory import return_free_memory, rss_bytes
 from fastengine.worker.model_host import ModelHost
 
@@ -28,8 +29,9 @@ class MemoryAsleep(RuntimeError):
 class Sleeper:
     """Drops and restores ``host``'s memory by tag. Both directions are idempotent."""
 
-    def __init__(self, host: ModelHost):
+    def __init__(self, host: ModelHost, moved: Moved):
         self._host = host
+        self._moved = moved
         self._spill_fd = -1
         self._asleep: set[str] = set()
 
@@ -62,7 +64,7 @@ class Sleeper:
                 self._host.cache.allocate()
             self._asleep.discard(tag)
         if not self._asleep:
-            self._host.capture_graphs()
+            self._host.capture_graphs(self._moved)
         return {"rss_bytes": rss_bytes(), "asleep": sorted(self._asleep)}
 
     def require_awake(self, *tags: str) -> None:
@@ -81,7 +83,7 @@ class Sleeper:
         fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             for storage in storages:
-                storage.save(fd)
+                storage.save(fd, self._moved)
         except BaseException:
             os.close(fd)
             raise
@@ -90,7 +92,7 @@ class Sleeper:
     def _read_weights_back(self) -> None:
         offset = 0
         for storage in self._host.weights.storages():
-            offset = storage.restore(self._spill_fd, offset)
+            offset = storage.restore(self._spill_fd, offset, self._moved)
         os.close(self._spill_fd)
         self._spill_fd = -1
 

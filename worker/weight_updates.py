@@ -23,6 +23,7 @@ from fastengine.model_files.errors import ModelFileError
 from fastengine.model_files.spec import ModelSpec
 from fastengine.worker.loader.checkpoint import Checkpoint
 from fastengine.worker.loader.errors import WeightsError
+from fastengine.worker.loader.mapped_file import Moved
 from fastengine.worker.loader.safetensors import SafetensorsCheckpoint
 from fastengine.worker.loader.weights import model_spec, open_checkpoint
 from fastengine.worker.model_host import ModelHost
@@ -47,8 +48,9 @@ IDENTITY = (
 class WeightUpdates:
     """Prepares and commits updates of ``host``'s weights. Holds at most one prepared checkpoint."""
 
-    def __init__(self, host: ModelHost):
+    def __init__(self, host: ModelHost, moved: Moved):
         self._host = host
+        self._moved = moved
         self._prepared: Checkpoint | None = None
 
     def prepare(self, path: str | None, file_format: str, verify_checksum: str | None) -> str:
@@ -79,7 +81,7 @@ class WeightUpdates:
         started = time.monotonic()
         num_tensors = len(self._prepared.shapes())
         try:
-            self._host.weights.fill(self._prepared)
+            self._host.weights.fill(self._prepared, lambda share: self._moved())
         finally:
             self.discard()
         return {"num_tensors": num_tensors, "load_s": round(time.monotonic() - started, 4)}
@@ -92,7 +94,7 @@ class WeightUpdates:
 
     def checksum(self) -> str:
         """The hash of the live weights over all ranks: 16 hex digits (see ModelWeights.checksum)."""
-        return f"{self._host.tp.sum_uint64(self._host.weights.checksum()):016x}"
+        return f"{self._host.tp.sum_uint64(self._host.weights.checksum(self._moved)):016x}"
 
     def _agreed(self, open_checked: Callable[[], Checkpoint], verify_checksum: str | None) -> Checkpoint:
         checkpoint: Checkpoint | None = None
@@ -115,7 +117,7 @@ class WeightUpdates:
         difference = spec_difference(self._host.spec, model_spec(path))
         if difference:
             raise WeightsError(f"{path} is another model than the one served: {difference}")
-        checkpoint = open_checkpoint(path, file_format)
+        checkpoint = open_checkpoint(path, file_format, self._moved)
         self._host.weights.check(checkpoint)
         return checkpoint
 
@@ -124,7 +126,7 @@ class WeightUpdates:
         file = Path(path)
         if not file.is_file():
             raise WeightsError(f"{path} does not exist or is no file")
-        checkpoint = SafetensorsCheckpoint([file])
+        checkpoint = SafetensorsCheckpoint([file], self._moved)
         self._host.weights.check(checkpoint, partial=not must_be_whole)
         return checkpoint
 

@@ -27,7 +27,7 @@ class Worker:
         self._host = host
         self._link = link
         self._rank = host.tp.rank
-        self._commands = CommandHandlers(host, reply_later=self._send)
+        self._commands = CommandHandlers(host, reply_later=self._send, moved=self._moved)
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._encoder = msgspec.msgpack.Encoder()
         self._steps_done = 0
@@ -61,6 +61,8 @@ class Worker:
                 self._step(request)
             else:
                 self.phase = "command"
+                self._link.signals.set("last_command_id", self._rank, request.command_id)
+                self._moved()
                 reply = self._commands.handle(request)
                 if reply is not None:
                     self._send(reply)
@@ -77,6 +79,10 @@ class Worker:
         signals.set("step_started_ns", rank, 0)
         if rank == 0:
             self._send(result)
+
+    def _moved(self) -> None:
+        """The command under way has got on. From any thread."""
+        self._link.signals.set("command_moved_ns", self._rank, time.monotonic_ns())
 
     def _send(self, message: FromWorker) -> None:
         """From any thread: the encoder keeps nothing between calls, and the link takes one message at a time."""

@@ -198,9 +198,9 @@ class ControlPlane:
         deadlines += [running.deadline for running in self._running if running.may_expire]
         return min(deadlines, default=None)
 
-    def workers_lost(self) -> None:
+    def workers_lost(self, why: str) -> None:
         """To be called when the steps in flight are void."""
-        self._commands.lost()
+        self._commands.lost(why)
         self.settle()
 
     def workers_restarted(self) -> None:
@@ -253,8 +253,7 @@ class ControlPlane:
         elif isinstance(command, PrepareGrammar):
             self._start(request, operations.prepare_grammar(command), progress)
         elif isinstance(command, SetLogLevel):
-            logging.getLogger("fastengine").setLevel(command.level)
-            self._start(request, operations.log_level(command), progress)
+            self._start(request, operations.set_log_level(command), progress)
         else:
             raise ControlError(404, f"no such command: {type(command).__name__}")
 

@@ -288,8 +288,8 @@ class EngineCore:
 
     # -- workers --------------------------------------------------------------------------------
 
-    def workers_lost(self) -> CrashReport:
-        """The worker group died: steps in flight are void, running requests go back to be recomputed."""
+    def workers_lost(self, why: str) -> CrashReport:
+        """The worker group died (``why``: in a few words): steps in flight are void, running requests go back to be recomputed."""
         report = CrashReport()
         if not self._workers_up:
             return report
@@ -301,7 +301,7 @@ class EngineCore:
         self._resources.preempt_all()
         self._recovery.accuse(participants, report)
         self._resources.reset_cache(self._new_cache(self._rules.num_blocks))
-        self._control.workers_lost()
+        self._control.workers_lost(why)
         self._check()
         return report
 
@@ -357,6 +357,11 @@ class EngineCore:
     @property
     def weight_version(self) -> str:
         return self._lifecycle.weight_version
+
+    @property
+    def log_level(self) -> str | None:
+        """What somebody has set; None: as configured."""
+        return self._operations.log_level
 
     def server_info(self) -> dict[str, Any]:
         """Configuration (secrets hidden), sizes, queues and counters."""

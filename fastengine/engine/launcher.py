@@ -100,14 +100,14 @@ class WorkerGroup:
         for rank in range(self.num_ranks):
             tail = log_tail(self.log_of(rank))
             if "Traceback" in tail or "Error" in tail:
-                return f"worker rank {rank} died; its log ends with:\n{tail}"
+                return f"worker rank {rank} died\nits log ends with:\n{tail}"
         code = self._launcher.poll()
         if code is not None and code < 0:
             return f"the launcher was killed ({signal.Signals(-code).name}), and its workers with it"
         # Its log begins with a banner and repeats the ranks' exit codes: worth showing only where it failed itself.
         _, found, trace = log_tail(self.log_dir / "launcher.log").partition("Traceback")
         if found:
-            return f"the launcher ended with code {code}; its log ends with:\n{found}{trace}"
+            return f"the launcher ended with code {code}\nits log ends with:\n{found}{trace}"
         return "a worker process was killed from outside (no error in its log)"
 
     def log_of(self, rank: int) -> Path:

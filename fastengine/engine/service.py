@@ -40,6 +40,7 @@ from fastengine.engine.worker_start import INIT_CACHE_ID, EngineFailed, WorkerSt
 from fastengine.ipc.ring import RingCorrupt
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.ipc.worker_link import EngineBell
+from fastengine.observability.logs import set_log_level
 from fastengine.observability.watchdog import ThreadWatchdog
 from fastengine.protocol.outputs import EngineStatus
 from fastengine.protocol.steps import FromWorker, StepResult, WorkerCommand, WorkerFailure, WorkerReady, WorkerReply
@@ -197,12 +198,15 @@ class EngineService:
         message = self._status.message
         if self._status.state == "ready":
             message = f"{self._core.fault}; update the weights" if self._core.fault else ""
-        return msgspec.structs.replace(self._status, message=message, paused=paused, sleeping=sleeping, weight_version=version)
+        log_level = self._core.log_level
+        return msgspec.structs.replace(self._status, message=message, paused=paused, sleeping=sleeping, weight_version=version, log_level=log_level)
 
     def _set_status(self, **changes: object) -> None:
         self._publish_status(msgspec.structs.replace(self._current_status(), **changes))
 
     def _publish_status(self, status: EngineStatus) -> None:
+        if status.log_level not in (None, self._status.log_level):
+            set_log_level(status.log_level)
         self._status = status
         self._report(status)
         self._clients.broadcast(status)
@@ -261,6 +265,8 @@ class EngineService:
             self._send(command)
 
     def _process_reply(self, reply: WorkerReply) -> None:
+        assert self._feed is not None
+        self._feed.replied(reply)
         if reply.command_id != INIT_CACHE_ID:
             assert self._core is not None
             self._core.process_reply(reply)
@@ -287,13 +293,14 @@ class EngineService:
     def _check_workers(self) -> None:
         assert self._group is not None
         assert self._feed is not None
-        stuck_at = self._feed.stuck_at()
         if self._group.failures or self._process_ended:
             self._workers_died()
-        elif stuck_at is not None and time.monotonic() >= stuck_at:
-            self._workers_hang()
         elif not self._serving:
             self._watch_loading()
+        else:
+            stuck_at = self._feed.stuck_at()
+            if stuck_at is not None and time.monotonic() >= stuck_at:
+                self._workers_hang(self._feed)
 
     def _watch_loading(self) -> None:
         assert self._group is not None
@@ -305,11 +312,12 @@ class EngineService:
         if progress != self._status.progress:
             self._set_status(progress=progress)
 
-    def _workers_hang(self) -> None:
+    def _workers_hang(self, feed: PlanFeed) -> None:
         """Say where every thread of every process stands, then treat the workers as dead."""
         assert self._group is not None
-        timeout_s = self.config.parallel.watchdog_timeout
-        reason = f"no step has moved for {timeout_s:g} s (--watchdog-timeout)"
+        standstill = feed.standstill()
+        assert standstill is not None
+        reason = f"{standstill.what} has not moved for {self.config.parallel.watchdog_timeout:g} s (--watchdog-timeout)"
         logger.error("%s; the threads of the engine, the workers and the API processes stand here:", reason)
         faulthandler.dump_traceback(all_threads=True)
         self._clients.have_stacks_dumped()
@@ -335,7 +343,7 @@ class EngineService:
         if len(self._crash_times) > self.config.parallel.max_worker_restarts:
             raise EngineFailed(f"the workers died {len(self._crash_times)} times within {RESTART_WINDOW_S:.0f} s, the last time:\n{reason}")
         logger.error("the workers died and are started again: %s", reason)
-        report = self._core.workers_lost()
+        report = self._core.workers_lost(reason.splitlines()[0])
         logger.warning("%d running requests will be recomputed, %d have failed", len(report.requeued) - len(report.failed), len(report.failed))
         self._start_workers()
         self._set_status(state="recovering", message=reason.splitlines()[0], progress=0.0)

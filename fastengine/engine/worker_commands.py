@@ -9,6 +9,7 @@ from typing import Any
 from fastengine.protocol.steps import WorkerCommand, WorkerReply
 
 Replies = list[WorkerReply]
+NO_RANK = -1
 
 
 @dataclass
@@ -53,14 +54,15 @@ class WorkerCommands:
             del self._outstanding[reply.command_id]
             outstanding.done(sorted(outstanding.replies, key=lambda r: r.rank))
 
-    def lost(self) -> None:
+    def lost(self, why: str) -> None:
         """The workers are gone: every outstanding command fails."""
         outstanding, self._outstanding = self._outstanding, {}
         self._unsent = []
         for command_id, waiting in outstanding.items():
-            waiting.done(lost_replies(command_id))
+            waiting.done(lost_replies(command_id, why))
 
 
-def lost_replies(command_id: int = 0) -> Replies:
-    """What a command yields when there are no workers to answer it."""
-    return [WorkerReply(command_id=command_id, rank=0, error="the workers are gone and are being started again", error_code=503)]
+def lost_replies(command_id: int = 0, why: str = "") -> Replies:
+    """What a command yields when there are no workers to answer it: one reply of no rank."""
+    message = f"the workers were lost ({why}) and are being started again" if why else "the workers are being started again"
+    return [WorkerReply(command_id=command_id, rank=NO_RANK, error=message, error_code=503)]

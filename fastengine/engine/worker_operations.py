@@ -28,7 +28,7 @@ from typing import Any, Literal
 from fastengine.engine.lifecycle import Lifecycle
 from fastengine.engine.resource_manager import ResourceManager
 from fastengine.engine.run_state import RunState
-from fastengine.engine.worker_commands import Replies
+from fastengine.engine.worker_commands import NO_RANK, Replies
 from fastengine.observability.metrics import EngineMetrics
 from fastengine.protocol.control import PrepareGrammar, Profile, SetLogLevel, Sleep, UpdateWeights, UpdateWeightsFromTensors, Wakeup
 from fastengine.protocol.outputs import EngineError
@@ -71,7 +71,8 @@ def raise_on_error(replies: Replies) -> None:
     """Raise ControlError for the first rank that failed, naming it."""
     for reply in replies:
         if reply.error:
-            raise ControlError(reply.error_code, f"rank {reply.rank}: {reply.error}", param=reply.error_param or None)
+            message = reply.error if reply.rank == NO_RANK else f"rank {reply.rank}: {reply.error}"
+            raise ControlError(reply.error_code, message, param=reply.error_param or None)
 
 
 class WorkerOperations:
@@ -83,6 +84,7 @@ class WorkerOperations:
         self._run_state = run_state
         self._metrics = metrics
         self.sleeping: set[str] = set()
+        self.log_level: str | None = None  # None: as configured
         # What has been applied on top of the weights that workers load when they start.
         self._applied: list[dict[str, Any]] = []
         # Why the weights of restarted workers are not the ones that should serve; None: they are.
@@ -126,7 +128,7 @@ class WorkerOperations:
                 raise ControlError(504, "the update took too long and was given up; the old weights serve")
         except ControlError as failure:
             yield Send("discard_weights")
-            raise (_lost(args) if failure.error.code == 503 else failure) from None
+            raise (self._lost(args, failure) if failure.error.code == 503 else failure) from None
         progress.is_final = True
         try:
             raise_on_error((yield Send("commit_weights")))
@@ -135,10 +137,15 @@ class WorkerOperations:
                 # Ranks may now hold different weights. Nothing may run until an update succeeds.
                 self.fault = f"an update of the weights failed half way: {failure}"
                 raise
-            raise _lost(args) from None
+            raise self._lost(args, failure) from None
         previous = self._lifecycle.weight_version
         self._weights_changed(args, all(reply.result["is_whole"] for reply in replies), command.version, keep_kv=command.keep_kv)
         return {"weight_version": self._lifecycle.weight_version, "previous_weight_version": previous}
+
+    def _lost(self, args: dict[str, Any], failure: ControlError) -> ControlError:
+        """The files may be why: one that is cut short while it is read ends a rank without a word."""
+        source = args["path"] or "the served model"
+        return ControlError(503, f"{failure}; {source} was not loaded, and version {self._lifecycle.weight_version} is loaded again")
 
     def _weights_changed(self, args: dict[str, Any], is_whole: bool, version: str | None, *, keep_kv: bool) -> None:
         self._applied = [args] if is_whole else [*self._applied, args]
@@ -178,6 +185,8 @@ class WorkerOperations:
                     yield Send("wakeup", {"tags": sorted(tags)})
                 if not was_stopped and not self._run_state.held:
                     self._run_state.run()
+                if failure.error.code == 503:
+                    raise ControlError(503, f"{failure}; nothing was put to sleep") from None
                 raise
             self.sleeping |= tags
             if "kv_cache" in tags:
@@ -188,7 +197,10 @@ class WorkerOperations:
         tags = _checked_tags(command.tags) & self.sleeping
         if tags:
             progress.is_final = True
-            raise_on_error((yield Send("wakeup", {"tags": sorted(tags)})))
+            try:
+                raise_on_error((yield Send("wakeup", {"tags": sorted(tags)})))
+            except ControlError as failure:
+                raise ControlError(failure.error.code, f"{failure}; still asleep: {', '.join(sorted(self.sleeping))}") from None
             self.sleeping -= tags
             if not self.sleeping and self.fault is None:
                 self._run_state.run()
@@ -201,8 +213,9 @@ class WorkerOperations:
         raise_on_error(replies)
         return {"ranks": [{"rank": reply.rank, **reply.result} for reply in replies]}
 
-    def log_level(self, command: SetLogLevel) -> Operation:
+    def set_log_level(self, command: SetLogLevel) -> Operation:
         raise_on_error((yield Send("log_level", {"level": command.level})))
+        self.log_level = command.level
         return {"level": command.level}
 
     def prepare_grammar(self, command: PrepareGrammar) -> Operation:
@@ -213,10 +226,12 @@ class WorkerOperations:
 
     @property
     def must_restore(self) -> bool:
-        return bool(self._applied or self.sleeping)
+        return bool(self._applied or self.sleeping or self.log_level)
 
     def restore(self) -> Operation:
         """Bring workers that have just started to the state their predecessors were in."""
+        if self.log_level is not None:
+            raise_on_error((yield Send("log_level", {"level": self.log_level})))
         for args in self._applied:
             try:
                 raise_on_error((yield Send("prepare_weights", args)))
@@ -229,12 +244,6 @@ class WorkerOperations:
         if self.sleeping:
             raise_on_error((yield Send("sleep", {"tags": sorted(self.sleeping)})))
         return {}
-
-
-def _lost(args: dict[str, Any]) -> ControlError:
-    """The files may be why: one that is cut short while it is read ends a rank without a word."""
-    source = args["path"] or "the served model"
-    return ControlError(503, f"the workers were lost before {source} was loaded; they are being started again with the old weights")
 
 
 def _source(command: UpdateWeights | UpdateWeightsFromTensors, *, must_be_whole: bool) -> dict[str, Any]:

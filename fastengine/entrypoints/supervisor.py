@@ -33,6 +33,7 @@ from fastengine.entrypoints.life_watch import LifeWatch, Subject, end_hanging
 from fastengine.ipc.channels import ENCODER, INTAKE, client_name, push_socket
 from fastengine.ipc.life_signs import ENGINE, LifeSigns, api_place
 from fastengine.ipc.process import EXIT_HOPELESS, SignalInbox
+from fastengine.observability.logs import set_log_level
 from fastengine.protocol.outputs import EngineStatus
 from fastengine.protocol.requests import ClientGone
 from fastengine.protocol.supervision import ClientCheck, EngineCheck
@@ -95,6 +96,7 @@ class Supervisor:
         self._progress_logged = False
         self._was_ready = False
         self._last_state = ""
+        self._log_level: str | None = None
         self._stopping = False
         self._exit_code: int | None = None
         self._kill_at: float | None = None
@@ -238,7 +240,9 @@ class Supervisor:
             elif status.state == "ready" and self._last_state != "ready":
                 self._finish_progress()
                 self._announce()
-            self._last_state = status.state
+            if status.log_level != self._log_level:
+                set_log_level(status.log_level or self.config.observability.log_level)
+            self._last_state, self._log_level = status.state, status.log_level
 
     def _forget_status(self) -> None:
         if self._engine.status_fd in self._selector.get_map():

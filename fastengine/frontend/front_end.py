@@ -14,6 +14,7 @@ from fastengine.frontend.request_manager import RequestManager
 from fastengine.frontend.request_traces import RequestTraces
 from fastengine.frontend.text_service import ModelText, TextService
 from fastengine.model_files.load import default_model_name
+from fastengine.observability.logs import set_log_level
 from fastengine.protocol.outputs import EngineStatus
 
 
@@ -45,6 +46,8 @@ class FrontEnd:
     def _status_changed(self, before: EngineStatus, now: EngineStatus) -> None:
         if now.state != "ready":
             self.text.grammars.forget_workers()
+        if now.log_level != before.log_level:
+            set_log_level(now.log_level or self.config.observability.log_level)
         self.manager.on_status(before, now)
 
     def end_requests(self) -> int:

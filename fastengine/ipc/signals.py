@@ -20,6 +20,8 @@ WORKER_SIGNALS = (
     "step_started_ns",  # when the running step began; 0 between steps
     "steps_done",  # number of finished steps
     "last_step_id",
+    "last_command_id",  # the command taken up last
+    "command_moved_ns",  # when the command under way was taken up, or last got on
 )
 
 

@@ -19,3 +19,8 @@ def setup_logging(role: str, level: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level)
     enable_stack_dumps()
+
+
+def set_log_level(level: str) -> None:
+    """Of this process's own messages, not those of libraries."""
+    logging.getLogger("fastengine").setLevel(level)

@@ -76,7 +76,8 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status", array_like=True):
     """The engine's own state, sent to every API process when it changes and in answer to a hello.
 
     ``state`` is one of ``starting, ready, recovering, stopping, failed``; ``progress`` is 0..1 while
-    starting. ``has_report``: the engine failed and could write its crash report itself.
+    starting. ``has_report``: the engine failed and could write its crash report itself. ``log_level``: what somebody has
+    set since, for all processes; None: nobody has.
     """
 
     state: Literal["starting", "ready", "recovering", "stopping", "failed"]
@@ -87,3 +88,4 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status", array_like=True):
     weight_version: str = ""
     num_blocks: int = 0
     has_report: bool = False
+    log_level: str | None = None

@@ -237,7 +237,7 @@ class Driver:
         poison, failing = self.worker.poison, self.worker.failing
         self.published.clear()
         self.transfers.clear()
-        self.core.workers_lost()
+        self.core.workers_lost("killed")
         self.deliver()
         self.worker = self.new_worker()
         self.worker.poison, self.worker.failing = poison, failing

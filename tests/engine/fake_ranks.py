@@ -3,6 +3,7 @@
 Each rank is a process with a FakeWorker behind the real rings. What is to go wrong is named by the request
 ids of a step: ``kill`` (the last rank dies of SIGKILL), ``raise``, ``hang`` (the last rank stops, the others wait for it), ``lie`` (a result
 of another step), ``noise`` (bytes that are no message). With ``once`` in the id as well, only in generation 0.
+A weight update whose path holds ``hang`` stops the last rank, too.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class FakeRank:
             self.worker = FakeWorker(num_blocks, block_size, scheduler.max_num_seqs, scheduler.token_budget)
         elif command.name != "shutdown":
             assert self.worker is not None
+            if "hang" in (command.args.get("path") or ""):
+                self.hang()
             self.send(self.worker.reply(command, self.rank))
             return True
         self.send(WorkerReply(command_id=command.command_id, rank=self.rank))
@@ -86,15 +89,18 @@ class FakeRank:
         if "kill" in request_id and is_last:
             os.kill(os.getpid(), signal.SIGKILL)
         elif "hang" in request_id:
-            if is_last:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            threading.Event().wait()  # for the others' part of the sum
+            self.hang()
         elif "raise" in request_id:
             raise RuntimeError(f"can't compute {request_id}")
         elif "lie" in request_id:
             self.send(StepResult(step_id=step_id + 1000))
         elif "noise" in request_id:
             self.link.send(b"\xc1 noise")
+
+    def hang(self) -> None:
+        if self.rank == self.args.num_ranks - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()  # for the others' part of the sum
 
 
 def run_rank(args: argparse.Namespace, rank: int) -> None:

@@ -80,6 +80,7 @@ class FakeWorker:
     step_tokens: list[int] = field(default_factory=list)
     step_swaps: list[int] = field(default_factory=list)
     last_step: int = -1
+    log_level: str | None = None
     disk: dict[bytes, np.ndarray] = field(default_factory=dict)  # outlives workers
     disk_is_broken: bool = False
 
@@ -204,8 +205,10 @@ class FakeWorker:
             return {"checksum": f"{self.weights:08x}"}
         elif command.name in ("store_blocks", "load_blocks"):
             return {"failed": self.transfer(command.name, **command.args)}
+        elif command.name == "log_level":
+            self.log_level = command.args["level"]
         else:
-            assert command.name in ("profile", "log_level", "compile_grammar"), command.name
+            assert command.name in ("profile", "compile_grammar"), command.name
         return {}
 
     def transfer(self, name: str, keys: list[bytes], blocks: list[int], remove: list[bytes] | None = None) -> list[int]:

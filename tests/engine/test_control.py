@@ -325,7 +325,7 @@ def test_weights_that_can_not_be_restored_are_not_served(new_weights: object) ->
     received = busy(driver)
     refuse = {"prepare_weights": (400, "/dev/shm/delta is gone")}
     driver.published.clear()
-    driver.core.workers_lost()
+    driver.core.workers_lost("killed")
     driver.worker = driver.new_worker()
     driver.worker.refuse = dict(refuse)
     driver.core.workers_restarted(driver.num_blocks)
@@ -505,7 +505,7 @@ def test_only_pushes_that_a_restart_needs_are_remembered() -> None:
     expected = driver.worker.weights
     driver.call(Resume())
     driver.published.clear()
-    driver.core.workers_lost()
+    driver.core.workers_lost("killed")
     driver.worker = driver.new_worker()
     driver.core.workers_restarted(driver.num_blocks)
     prepared = []
@@ -575,11 +575,35 @@ def test_a_sleep_that_fails_leaves_the_engine_running() -> None:
         assert_right(one)
 
 
+def test_a_crash_during_a_sleep_puts_nothing_to_sleep() -> None:
+    driver = Driver()
+    received = busy(driver)
+    sleep = driver.control(Sleep())
+    while driver.answer():
+        pass
+    assert driver.core.take_commands()[0].name == "sleep"
+    driver.crash()
+    error = driver.responses[sleep].error
+    assert error is not None
+    assert (error.code, error.message.partition("; ")[2]) == (503, "nothing was put to sleep")
+    driver.run()
+    assert not driver.core.is_sleeping
+    for one in received:
+        assert_right(one)
+
+
 def test_a_crash_while_asleep_ends_asleep() -> None:
     driver = Driver()
     driver.call(Sleep())
     driver.crash()
     driver.run()
+    assert driver.worker.asleep == {"weight", "kv_cache"}
+    wakeup = driver.control(Wakeup())
+    driver.crash()
+    driver.run()
+    error = driver.responses[wakeup].error
+    assert error is not None
+    assert (error.code, error.message.partition("; ")[2]) == (503, "still asleep: kv_cache, weight")
     assert driver.worker.asleep == {"weight", "kv_cache"}
     driver.call(Wakeup())
     assert_right(driver.add_and_run(prompt(1, 5), max_tokens=4))
@@ -611,17 +635,28 @@ def test_tools_reach_every_rank_while_steps_run() -> None:
         assert_right(one)
 
 
+def test_a_log_level_outlives_the_workers() -> None:
+    driver = Driver()
+    assert driver.core.log_level is None
+    driver.call(SetLogLevel(level="DEBUG"))
+    assert driver.core.log_level == "DEBUG"
+    driver.crash()
+    driver.run()
+    assert driver.worker.log_level == "DEBUG"
+
+
 def test_workers_that_die_fail_outstanding_commands() -> None:
     driver = Driver()
     driver.call(Pause())
     update = driver.control(UpdateWeights(model_path="/models/cut-short"))
     checksum = driver.control(WeightsChecksum())
-    driver.core.workers_lost()
+    driver.core.workers_lost("killed")
     driver.deliver()
     assert (code(driver, update), code(driver, checksum)) == (503, 503)
     error = driver.responses[update].error
     assert error is not None
-    assert "/models/cut-short" in error.message
+    lost = "the workers were lost (killed) and are being started again"
+    assert error.message == f"{lost}; /models/cut-short was not loaded, and version default is loaded again"
     assert driver.core.weight_version == "default"
     while_down = driver.control(WeightsChecksum())
     assert code(driver, while_down) == 503

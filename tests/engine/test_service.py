@@ -14,7 +14,7 @@ import pytest
 from fastengine.engine.intake import IntakeFailed, IntakeThread
 from fastengine.engine.launcher import WorkerGroup
 from fastengine.observability.request_log import read_requests
-from fastengine.protocol.control import IsPaused, Pause, Resume
+from fastengine.protocol.control import IsPaused, Pause, Resume, UpdateWeights
 from tests.engine.service_harness import ServiceHarness, running_service
 from tests.engine.test_steps import assert_right, prompt
 
@@ -106,6 +106,30 @@ def test_a_step_that_hangs_is_noticed_and_its_stacks_are_shown(
         assert f"worker rank {rank}:\n" in caplog.text
     assert caplog.text.count("fake_ranks.py") >= 2
     assert "_workers_hang" in capfd.readouterr().err  # the engine's own threads
+
+
+def test_a_command_that_hangs_is_noticed_and_answered(short_tmp: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with running_service(short_tmp, watchdog_timeout=1.0, tensor_parallel_size=2, crash_dump_dir=str(tmp_path)) as service:
+        add_streams(service, 3)
+        service.pump(lambda: all(len(one.tokens) >= 5 for one in service.received.values()))
+        service.call(Pause(mode="in_place"))
+        response = service.call(UpdateWeights(model_path="/hang/here"))
+        assert response.error is not None
+        assert response.error.code == 503
+        reason = "the command prepare_weights on ranks 0, 1 has not moved for 1 s (--watchdog-timeout)"
+        assert reason in response.error.message
+        assert "/hang/here was not loaded, and version default is loaded again" in response.error.message
+        service.wait_state("recovering")
+        service.pump(lambda: service.statuses[-1].state == "ready")
+        assert service.call(IsPaused()).result == {"is_paused": True}
+        service.call(Resume())
+        service.finish()
+        assert_all_right(service)
+        assert service.metric("worker_crashes_total") == 1
+    assert caplog.text.count("fake_ranks.py") >= 2
+    report = lines_of(*tmp_path.iterdir())
+    assert (report[0]["what"], report[0]["reason"]) == ("worker", reason)
+    assert "fake_ranks.py" in "".join(line["text"] for line in report if line["kind"] == "traceback")
 
 
 def test_workers_that_wait_are_not_stuck(short_tmp: Path) -> None:

@@ -165,7 +165,7 @@ def test_graphs_follow_the_memory_through_sleep_and_a_new_cache(golden: Path) ->
     before = driver_of(host).run([Request(prompt, 9)])[0].output
     first = device.graphs[:]
 
-    sleeper = Sleeper(host)
+    sleeper = Sleeper(host, lambda: None)
     sleeper.sleep(["weight", "kv_cache"])
     assert all(graph.call is None for graph in first)
     sleeper.wakeup(["weight"])

@@ -146,10 +146,10 @@ def test_weights_on_the_device_survive_a_night(dtype: str, tmp_path: Path, rng: 
     before = storage.tensor.astype("float32").numpy()
     assert before[1:].all()
     with (tmp_path / "spilled").open("w+b") as file:
-        storage.save(file.fileno())
+        storage.save(file.fileno(), lambda: None)
         storage.drop()
         storage.allocate()
-        assert storage.restore(file.fileno(), 0) == storage.nbytes
+        assert storage.restore(file.fileno(), 0, lambda: None) == storage.nbytes
     np.testing.assert_array_equal(storage.tensor.astype("float32").numpy(), before)
 
 

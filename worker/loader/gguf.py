@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType, quants
 from fastengine.model_files.gguf_header import GGUFTensorInfo, read_gguf
 from fastengine.model_files.spec import ModelSpec
 from fastengine.worker.loader.checkpoint import ALL_ROWS, Checkpoint, StoredTensor
-from fastengine.worker.loader.mapped_file import MappedFile
+from fastengine.worker.loader.mapped_file import MappedFile, Moved
 
 READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 INTERLEAVED_BY_CONVERTER = "LlamaForCausalLM"
@@ -61,7 +61,7 @@ def with_hugging_face_rows(spec: ModelSpec) -> ModelSpec:
 class GGUFCheckpoint(Checkpoint):
     """``files`` are all parts of one model, whose shape ``spec`` describes."""
 
-    def __init__(self, files: list[Path], spec: ModelSpec):
+    def __init__(self, files: list[Path], spec: ModelSpec, moved: Moved | None = None):
         self.source = str(files[0])
         self._files: list[MappedFile] = []
         self._tensors: dict[str, tuple[MappedFile, GGUFTensorInfo]] = {}
@@ -69,7 +69,7 @@ class GGUFCheckpoint(Checkpoint):
         if spec.architecture == INTERLEAVED_BY_CONVERTER:
             self._heads_of = {"q_proj": spec.num_attention_heads, "k_proj": spec.num_key_value_heads}
         for path in files:
-            file = MappedFile(path)
+            file = MappedFile(path, moved)
             self._files.append(file)
             for name, info in read_gguf(path).tensors.items():
                 if name not in NOT_WEIGHTS:
@@ -91,7 +91,7 @@ class GGUFCheckpoint(Checkpoint):
         file, info = self._tensors[name]
         head_dim = self._interleaved_head_dim(name, info)
         order = halves_apart(np.arange(info.shape[0], dtype=np.int32), head_dim) if head_dim else None
-        return StoredTensor(file.view(info.offset, info.nbytes), info.type_name, order)
+        return StoredTensor(file.paged_in(file.view(info.offset, info.nbytes)), info.type_name, order)
 
     def _interleaved_head_dim(self, name: str, info: GGUFTensorInfo) -> int:
         """Size of the heads whose rows the converter interleaved; 0: it left them."""
@@ -112,11 +112,11 @@ def halves_apart(values: np.ndarray, head_dim: int) -> np.ndarray:
 def _dequantized(file: MappedFile, info: GGUFTensorInfo, rows: slice) -> np.ndarray:
     raw = file.view(info.offset, info.nbytes)
     if info.type_name == "F32":
-        return raw.view(np.dtype("<f4")).reshape(info.shape)[rows]
+        return file.paged_in(raw.view(np.dtype("<f4")).reshape(info.shape)[rows])
     if info.type_name == "F16":
-        return raw.view(np.dtype("<f2")).reshape(info.shape)[rows].astype(np.float32)
+        return file.paged_in(raw.view(np.dtype("<f2")).reshape(info.shape)[rows]).astype(np.float32)
     by_row = raw.reshape(*info.shape[:-1], -1) if len(info.shape) > 1 else raw.reshape(1, -1)
     kind = GGMLQuantizationType[info.type_name]
     if len(info.shape) == 1:
-        return quants.dequantize(by_row, kind).reshape(-1)[rows]
-    return quants.dequantize(by_row[rows], kind)
+        return quants.dequantize(file.paged_in(by_row), kind).reshape(-1)[rows]
+    return quants.dequantize(file.paged_in(by_row[rows]), kind)

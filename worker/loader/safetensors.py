@@ -11,7 +11,7 @@ from fastengine.model_files.errors import ModelFileError
 from fastengine.model_files.safetensors_header import read_safetensors_header
 from fastengine.worker.loader.checkpoint import ALL_ROWS, Checkpoint, StoredTensor
 from fastengine.worker.loader.errors import WeightsError
-from fastengine.worker.loader.mapped_file import MappedFile
+from fastengine.worker.loader.mapped_file import MappedFile, Moved
 
 # Names of element types -> how numpy holds them. bfloat16 is widened by a shift.
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F64": np.dtype("<f8")}
@@ -32,10 +32,10 @@ class SafetensorsCheckpoint(Checkpoint):
     Raises WeightsError naming the file for a damaged or truncated one, or a tensor that stands in two.
     """
 
-    def __init__(self, files: list[Path]):
+    def __init__(self, files: list[Path], moved: Moved | None = None):
         self.source = str(files[0] if len(files) == 1 else files[0].parent)
         self._tensors: dict[str, _Tensor] = {}
-        self._files = [MappedFile(path) for path in files]
+        self._files = [MappedFile(path, moved) for path in files]
         for file in self._files:
             for name, tensor in _read_header(file).items():
                 if name in self._tensors:
@@ -50,14 +50,14 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def read(self, name: str, rows: slice = ALL_ROWS) -> np.ndarray:
         tensor = self._tensors[name]
-        raw = tensor.file.view(tensor.offset, tensor.nbytes).view(DTYPES[tensor.dtype]).reshape(tensor.shape)[rows]
+        raw = tensor.file.paged_in(tensor.file.view(tensor.offset, tensor.nbytes).view(DTYPES[tensor.dtype]).reshape(tensor.shape)[rows])
         if tensor.dtype == "BF16":
             return (raw.astype(np.uint32) << 16).view(np.float32)
         return raw.astype(np.float32, copy=False)
 
     def stored(self, name: str) -> StoredTensor | None:
         tensor = self._tensors[name]
-        return StoredTensor(tensor.file.view(tensor.offset, tensor.nbytes), tensor.dtype)
+        return StoredTensor(tensor.file.paged_in(tensor.file.view(tensor.offset, tensor.nbytes)), tensor.dtype)
 
     def close(self) -> None:
         for file in self._files:

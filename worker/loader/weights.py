@@ -15,6 +15,7 @@ from fastengine.worker.layers.weights import ALL, WeightPiece
 from fastengine.worker.loader.checkpoint import Checkpoint
 from fastengine.worker.loader.errors import WeightsError
 from fastengine.worker.loader.gguf import GGUFCheckpoint, with_hugging_face_rows
+from fastengine.worker.loader.mapped_file import Moved
 from fastengine.worker.loader.safetensors import SafetensorsCheckpoint
 from fastengine.worker.memory import Storage, to_bits
 
@@ -31,8 +32,8 @@ def model_spec(path: str) -> ModelSpec:
     return with_hugging_face_rows(spec) if resolve_model(path).is_file() else spec
 
 
-def open_checkpoint(path: str, file_format: str = "auto") -> Checkpoint:
-    """Open a model directory or GGUF file; ``file_format`` auto, safetensors or gguf.
+def open_checkpoint(path: str, file_format: str = "auto", moved: Moved | None = None) -> Checkpoint:
+    """Open a model directory or GGUF file; ``file_format`` auto, safetensors or gguf. ``moved`` is told of every stretch that was read.
 
     Raises ModelFileError or WeightsError naming the file.
     """
@@ -40,7 +41,7 @@ def open_checkpoint(path: str, file_format: str = "auto") -> Checkpoint:
     if file_format not in ("auto", found):
         raise WeightsError(f"{path} holds {found} weights, but format {file_format} was asked for")
     files = weight_files(path)
-    return GGUFCheckpoint(files, load_spec(path)) if found == "gguf" else SafetensorsCheckpoint(files)
+    return GGUFCheckpoint(files, load_spec(path), moved) if found == "gguf" else SafetensorsCheckpoint(files, moved)
 
 
 class ModelWeights:
@@ -91,13 +92,13 @@ class ModelWeights:
                 if progress is not None:
                     progress(done / total)
 
-    def checksum(self) -> int:
+    def checksum(self, moved: Moved | None = None) -> int:
         """This rank's share of the hash of what is loaded: add the ranks' up, modulo 2**64.
 
         The sum does not depend on how many ranks there are or which file format the weights came in.
         It finds corruption and mix-ups; it is no defence against somebody who forges weights.
         """
-        return self._hash(lambda piece: piece.bits())
+        return self._hash(lambda piece: piece.bits(), moved)
 
     def checksum_of(self, checkpoint: Checkpoint) -> int:
         """What :meth:`checksum` would be after :meth:`fill`, without touching what is loaded."""
@@ -109,10 +110,15 @@ class ModelWeights:
 
         return self._hash(candidate)
 
-    def _hash(self, bits_of: Callable[[WeightPiece], np.ndarray]) -> int:
+    def _hash(self, bits_of: Callable[[WeightPiece], np.ndarray], moved: Moved | None = None) -> int:
         counted = [piece for piece in self.pieces if piece.counted]
+        total = 0
         with ThreadPoolExecutor(self._num_threads) as pool:
-            return sum(pool.map(lambda piece: _piece_hash(piece, bits_of(piece)), counted)) & MASK64
+            for piece_hash in pool.map(lambda piece: _piece_hash(piece, bits_of(piece)), counted):
+                total += piece_hash
+                if moved is not None:
+                    moved()
+        return total & MASK64
 
 
 def check_tensors(expected: dict[str, tuple[int, ...]], checkpoint: Checkpoint, may_be_left_over: Collection[str], *, partial: bool) -> None:
