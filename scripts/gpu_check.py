@@ -230,7 +230,7 @@ def gpu_device(seed: int, report: Callable[[str], None]) -> Device:
     catalogue = part("checks.catalogue")
     baselines = part("checks.baselines")
     others = baselines.Baselines(place, baselines.Sizes(), baselines.import_flashinfer())
-    entries = {"check": catalogue.CHECKS, "speed": catalogue.SPEED}
+    entries = {"check": [*catalogue.EVERY_KERNEL, *catalogue.CHECKS], "speed": catalogue.SPEED}
     return Device(torch.cuda.get_device_name(), bench, entries, 20, lambda: baselines.ceilings(place, baselines.Sizes()), others.texts)
 
 

@@ -82,7 +82,7 @@ Outputs paged_attention(const Tensor& query, const Tensor& key_cache, const Tens
   AttentionArgs a{};
   a.dtype = half_code(query, "query");
   set_batch(&a, query, block_tables, query_starts, context_lens);
-  require_on_gpu(key_cache, "key_cache");
+  require_vectors(key_cache, "key_cache");
   require_shape(key_cache, {-1, -1, -1, a.head_size}, "key_cache");
   require_same_dtype(value_cache, key_cache, "value_cache");
   const int64_t blocks = dim(key_cache, 0);

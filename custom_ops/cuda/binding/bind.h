@@ -26,6 +26,12 @@ inline void require_on_gpu(const Tensor&, const char*) {}
 inline void* stream_of(const Tensor&) { return nullptr; }
 #endif
 
+// Of what the kernels read and write sixteen bytes at a time: a view may begin anywhere.
+inline void require_vectors(const Tensor& x, const char* argument) {
+  require_on_gpu(x, argument);
+  require(reinterpret_cast<uintptr_t>(x.data()) % 16 == 0, argument, "expected memory that begins at a multiple of 16 bytes (a view of another tensor?)");
+}
+
 // What the kernels call an element type; -1 for one they do not know.
 inline int32_t dtype_code(const Tensor& x) {
   switch (x.dtype()) {
@@ -44,19 +50,19 @@ inline bool is_half(int32_t dtype) { return dtype == kBFloat16 || dtype == kFloa
 
 // A float32, bfloat16 or float16 tensor on the GPU.
 inline int32_t float_code(const Tensor& x, const char* argument) {
-  require_on_gpu(x, argument);
+  require_vectors(x, argument);
   const int32_t code = dtype_code(x);
   require(code == kFloat32 || is_half(code), argument, "expected float32, bfloat16 or float16");
   return code;
 }
 inline int32_t half_code(const Tensor& x, const char* argument) {
-  require_on_gpu(x, argument);
+  require_vectors(x, argument);
   const int32_t code = dtype_code(x);
   require(is_half(code), argument, "expected bfloat16 or float16");
   return code;
 }
 inline void require_same_dtype(const Tensor& x, const Tensor& like, const char* argument) {
-  require_on_gpu(x, argument);
+  require_vectors(x, argument);
   require(x.dtype() == like.dtype(), argument, "expected the dtype of the first tensor");
 }
 

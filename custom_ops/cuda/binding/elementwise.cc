@@ -59,7 +59,7 @@ Outputs silu_mul(const Tensor& gate_up) {
 // What both forms of rotary_write_kv check and fill in alike; sizes and dtype are set.
 void set_rotary(RotaryArgs* a, const Tensor& positions, const Tensor& cos_sin, const Tensor& slot_mapping, Tensor& key_cache, Tensor& value_cache,
                 paddle::optional<Tensor>& key_scale, paddle::optional<Tensor>& value_scale) {
-  require_on_gpu(key_cache, "key_cache");
+  require_vectors(key_cache, "key_cache");
   require_shape(key_cache, {-1, a->num_kv_heads, -1, a->head_size}, "key_cache");
   require_same_dtype(value_cache, key_cache, "value_cache");
   const int64_t blocks = dim(key_cache, 0);
@@ -158,6 +158,7 @@ Outputs rotary_write_kv_packed(const Tensor& qkv, const Tensor& positions, const
 // Bytes of one block; sources and targets may lie in mapped host memory.
 int64_t block_bytes(const Tensor& pool, const char* argument) {
   require(rank(pool) >= 2 && dim(pool, 0) > 0, argument, "expected pools of [num_blocks, ...], got shape " + shape_text(pool));
+  require(reinterpret_cast<uintptr_t>(pool.data()) % 16 == 0, argument, "expected memory that begins at a multiple of 16 bytes");
   return pool.numel() / dim(pool, 0) * static_cast<int64_t>(phi::SizeOf(pool.dtype()));
 }
 

@@ -95,7 +95,7 @@ Outputs quantized_gemm(const Tensor& x, const Tensor& weight, const Tensor& scal
   require(a.in_size % group_size == 0, "x", "expected a last axis of a multiple of group_size, got " + shape_text(x));
   a.scales = device_floats(scales, {a.in_size / group_size, -1}, "scales");
   a.out_size = dim(scales, 1);
-  require_on_gpu(weight, "weight");
+  require_vectors(weight, "weight");
   require_dtype(weight, DataType::UINT8, "weight");
   require_shape(weight, {a.in_size * a.out_size * bits / 8}, "weight");
   a.weight = weight.data();

@@ -1,10 +1,12 @@
-"""Which workloads there are: tiny ones for the host shim, ones to check and ones to time on a GPU."""
+"""Which workloads there are: tiny ones for the host shim, small ones that launch every kernel there is (on the shim and on a
+GPU), larger ones to check and ones to time on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 from . import attention, elementwise, linear, logits
@@ -61,6 +63,69 @@ TINY = [
     make_entry(linear.moe_gather, tokens=3, top_k=2, size=16, dtype="bfloat16"),
     make_entry(linear.moe_combine, tokens=3, top_k=2, size=16, dtype="float16"),
     make_entry(linear.quantized_gemm, "4 bit", rows=3, in_size=128, out_size=32, bits=4, group=32, dtype="bfloat16"),
+]
+
+SIZES = (64, 96, 128, 192, 256)
+BLOCK_SIZES = (16, 32, 64)
+CACHES = (("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "int8"), ("float16", "fp8"))
+OPTIONS: tuple[tuple[int, bool], ...] = ((0, False), (21, False), (0, True), (40, True))  # window, sinks
+
+
+def _every_attention() -> list[Entry]:
+    """A chunk over cached context, a decode and a first chunk: every head size with every block size and cache, each of them
+    with every option in turn, and groups of every decode kernel's size."""
+    entries = []
+    for number, (size, block_size, (dtype, cache)) in enumerate(product(SIZES, BLOCK_SIZES, CACHES)):
+        window, sinks = OPTIONS[(number + number // len(OPTIONS)) % len(OPTIONS)]
+        heads = Heads((2, 4, 7)[(number + number // 12) % 3], 1, size, size, dtype, cache, window, sinks)
+        options = f"{f', window {window}' if window else ''}{', sinks' if sinks else ''}"
+        label = f"{size} {dtype} over {cache}, blocks of {block_size}, {heads.query} heads{options}"
+        entries.append(make_entry(attention.paged_attention, label, heads=heads, lengths=[9, 1, 3], contexts=[61, 90, 3], block_size=block_size))
+    return entries
+
+
+HALVES = ("bfloat16", "float16")
+# Every kernel of the library, as it is compiled, and every attention that is promised.
+EVERY_KERNEL = [
+    *_every_attention(),
+    *(make_entry(attention.paged_attention, f"192/128 {d}", heads=Heads(2, 1, 192, 128, d, d), lengths=[9, 1], contexts=[61, 90]) for d in HALVES),
+    *(
+        make_entry(attention.paged_attention, f"pieces of {c}, {n} heads {d}", heads=Heads(n, 1, 64, 64, d, c), lengths=[1, 1], contexts=[300, 9])
+        for n in (1, 3, 8)
+        for d, c in (*CACHES, ("bfloat16", "fp8"))
+    ),
+    *(
+        make_entry(attention.mla_decode, f"{d}, blocks of {b}", heads=3, contexts=[33, 270], dtype=d, block_size=b)
+        for d, b in zip(HALVES, (16, 64), strict=True)
+    ),
+    *(
+        make_entry(elementwise.rms_norm, f"{d} {n}", rows=3, size=n, dtype=d, residual=n == 512)
+        for d in ("float32", *HALVES)
+        for n in (72, 512, 16640)
+    ),
+    *(make_entry(elementwise.silu_mul, f"small {d}", rows=2, half=2056, dtype=d) for d in ("float32", *HALVES)),
+    *(
+        make_entry(elementwise.rotary_write_kv, f"{d} {n} into {c}", tokens=5, heads=3, kv_heads=1, size=n, dtype=d, cache=c, interleaved=n == 96)
+        for d, c in (("float32", "fp8"), ("bfloat16", "int8"), ("float16", "float16"))
+        for n in (64, 96, 128, 256)
+    ),
+    *(
+        make_entry(linear.quantized_gemm, f"{d} {bits} bit, {n} rows", rows=n, in_size=192, out_size=32, bits=bits, group=96, dtype=d)
+        for d in HALVES
+        for bits in (4, 8)
+        for n in (3, 13, 33)
+    ),
+    *(make_entry(linear.moe_combine, f"small {d}", tokens=3, top_k=2, size=1032, dtype=d) for d in HALVES),
+    make_entry(linear.moe_gather, "small", tokens=3, top_k=2, size=1032, dtype="float16"),
+    make_entry(linear.moe_gate, "small", tokens=5, experts=1024, top_k=3, groups=4, top_groups=2),
+    make_entry(linear.moe_permute, "small", tokens=70, experts=4, top_k=3, align=8),
+    make_entry(elementwise.copy_blocks, "small", pools=66, blocks=3, block_bytes=48),
+    make_entry(attention.attention_plan, "small", seqs=20, heads=3, window=300),
+    make_entry(logits.argmax, "small", rows=2, vocab=600),
+    make_entry(logits.sample, "small", rows=6, vocab=600),
+    make_entry(logits.log_softmax_gather, "small", rows=2, vocab=1500, k=1024),
+    make_entry(logits.apply_penalties, "small", rows=2, vocab=9000, known=20),
+    make_entry(logits.apply_bitmask, "small", rows=3, vocab=100),
 ]
 
 _MIXED = {"lengths": [1, 300, 1, 0, 77, 1], "contexts": [4000, 900, 17, 5, 77, 300]}

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <set>
 
 #if !defined(__x86_64__)
 #include <ucontext.h>
@@ -285,11 +286,16 @@ class SharedMemory {
     start_ = base_ + mapped_ - (bytes + 15) / 16 * 16;
     std::memset(base_, 0xff, mapped_);
     areas_.clear();
+    static_bytes_ = 0;
   }
+  size_t static_bytes() const { return static_bytes_; }
   void* dynamic() { return start_; }
   void* area(const void* key, size_t bytes) {
     std::vector<uint64_t>& memory = areas_[key];
-    if (memory.empty()) memory.assign(bytes / 8 + 3, ~uint64_t{0});
+    if (memory.empty()) {
+      memory.assign(bytes / 8 + 3, ~uint64_t{0});
+      static_bytes_ += (bytes + 15) / 16 * 16;
+    }
     return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 15) & ~uintptr_t{15});
   }
 
@@ -297,12 +303,34 @@ class SharedMemory {
   char* base_ = nullptr;
   char* start_ = nullptr;
   size_t mapped_ = 0;
+  size_t static_bytes_ = 0;
   std::map<const void*, std::vector<uint64_t>> areas_;
 };
 
 SharedMemory shared_memory;
 uint64_t schedule_seed = 2;
 std::string last_error;
+std::set<const void*> launched;
+
+// What every device has, and what the emulated one does.
+constexpr uint64_t kMostBlocksX = (uint64_t{1} << 31) - 1, kMostBlocksYZ = 65535;
+constexpr size_t kMostStaticShared = 48 * 1024, kReservedShared = 1024;
+
+std::string launch_problem(Index3 grid, Index3 block) {
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (threads == 0 || threads > kMaxThreads) return "a launch of blocks of " + std::to_string(threads) + " threads";
+  const bool empty = grid.x == 0 || grid.y == 0 || grid.z == 0;
+  if (empty || grid.x > kMostBlocksX || grid.y > kMostBlocksYZ || grid.z > kMostBlocksYZ) {
+    return "a launch of " + std::to_string(grid.x) + " x " + std::to_string(grid.y) + " x " + std::to_string(grid.z) + " blocks";
+  }
+  return "";
+}
+
+std::string shared_problem(size_t dynamic_bytes, size_t static_bytes) {
+  const size_t most = static_cast<size_t>(multiprocessor_shared_bytes) - kReservedShared;
+  if (static_bytes <= kMostStaticShared && dynamic_bytes + static_bytes <= most) return "";
+  return "a block takes " + std::to_string(dynamic_bytes) + " + " + std::to_string(static_bytes) + " bytes of shared memory and may have " + std::to_string(most);
+}
 
 void do_copy(const PendingCopy& copy) {
   std::memcpy(copy.target, copy.source, copy.valid);
@@ -351,14 +379,13 @@ void wait_copies(size_t groups_left_open) {
 void* dynamic_shared() { return shared_memory.dynamic(); }
 void* static_shared(const void* key, size_t bytes) { return shared_memory.area(key, bytes); }
 
-int run_grid(Index3 grid, Index3 block, size_t shared_bytes, const std::function<void()>& kernel) {
+int run_grid(Index3 grid, Index3 block, size_t shared_bytes, const void* address, const std::function<void()>& kernel) {
+  launched.insert(address);
+  last_error = launch_problem(grid, block);
+  if (last_error.empty()) last_error = shared_problem(shared_bytes, 0);
+  if (!last_error.empty()) return kFailed;
   const unsigned num_threads = block.x * block.y * block.z;
   const uint64_t num_blocks = uint64_t{grid.x} * grid.y * grid.z;
-  last_error.clear();
-  if (num_threads == 0 || num_threads > kMaxThreads || num_blocks == 0) {
-    last_error = "a launch of " + std::to_string(num_blocks) + " blocks of " + std::to_string(num_threads) + " threads";
-    return kFailed;
-  }
   const Order order = schedule_seed == 0 ? Order::forward : schedule_seed == 1 ? Order::reverse : Order::random;
   std::mt19937_64 random(schedule_seed);
   std::vector<uint64_t> blocks(num_blocks);
@@ -372,10 +399,8 @@ int run_grid(Index3 grid, Index3 block, size_t shared_bytes, const std::function
     Block running(num_threads, block, order, &random);
     running.run(kernel);
     running_block = nullptr;
-    if (!running.message().empty()) {
-      last_error = running.message();
-      return kFailed;
-    }
+    last_error = running.message().empty() ? shared_problem(shared_bytes, shared_memory.static_bytes()) : running.message();
+    if (!last_error.empty()) return kFailed;
   }
   return 0;
 }
@@ -391,5 +416,14 @@ void fe_shim_skip_barrier(const char* file, int line) {
   if (file != nullptr) fastengine::shim::skip.file = file, fastengine::shim::skip.line = line;
 }
 uint64_t fe_shim_skipped() { return fastengine::shim::skip.count; }
+uint64_t fe_shim_launched(const void** addresses, uint64_t most) {
+  const uint64_t count = fastengine::shim::launched.size();
+  uint64_t i = 0;
+  for (const void* address : fastengine::shim::launched) {
+    if (i < most) addresses[i++] = address;
+  }
+  fastengine::shim::launched.clear();
+  return count;
+}
 const char* fe_shim_error() { return fastengine::shim::last_error.c_str(); }
 }

@@ -76,8 +76,9 @@ void* dynamic_shared();
 void* static_shared(const void* key, size_t bytes);
 
 constexpr int kFailed = -2;
-// Returns 0, or kFailed with error_message() set.
-int run_grid(Index3 grid, Index3 block, size_t shared_bytes, const std::function<void()>& kernel);
+// Returns 0, or kFailed with error_message() set: what the emulated device would not launch fails as well. `address`
+// is the kernel's, which fe_shim_launched tells.
+int run_grid(Index3 grid, Index3 block, size_t shared_bytes, const void* address, const std::function<void()>& kernel);
 
 }  // namespace shim
 }  // namespace fastengine
@@ -85,8 +86,10 @@ int run_grid(Index3 grid, Index3 block, size_t shared_bytes, const std::function
 extern "C" {
 // 0 runs threads in order, 1 in reverse, any other value seeds a random order.
 void fe_shim_set_schedule(uint64_t seed);
-// Kernels choose their tiles by it: 228 KiB (sm_90) unless set.
+// Kernels choose their tiles by it: 228 KiB (sm_90) unless set. A block gets at most 1 KiB less.
 void fe_shim_set_multiprocessor_shared(int bytes);
+// The addresses of the kernels launched since the last call, at most `most`; returns how many there are.
+uint64_t fe_shim_launched(const void** addresses, uint64_t most);
 // Leaves out the __syncthreads or __syncwarp of this file (its name without folders) and line, as if it were
 // deleted: tests of a kernel have to notice. A null file leaves out none.
 void fe_shim_skip_barrier(const char* file, int line);

@@ -67,7 +67,8 @@ bool supported(const AttentionArgs& a) {
   const bool types = (a.dtype == kBFloat16 || a.dtype == kFloat16) && (a.cache_dtype == a.dtype || a.cache_dtype == kInt8 || a.cache_dtype == kFp8E4M3);
   const bool blocks = a.block_size >= 8 && (a.block_size & (a.block_size - 1)) == 0;
   const bool heads = a.num_kv_heads > 0 && a.num_heads % a.num_kv_heads == 0 && a.num_heads / a.num_kv_heads <= kTileRows;
-  const bool sizes = a.head_size % 16 == 0 && a.head_size <= 256 && a.value_size % 16 == 0 && a.value_size <= 256 && a.query_stride % 8 == 0;
+  const auto fits = [](int64_t size) { return size > 0 && size <= 256 && size % 16 == 0; };
+  const bool sizes = fits(a.head_size) && fits(a.value_size) && a.query_stride % 8 == 0;
   return types && blocks && heads && sizes;
 }
 

@@ -4,7 +4,7 @@
 // Target: 60 % of the matrix peak at 8k context for head size 128.
 //
 // A block has a tile of 128 rows (query token, head of a group) of one KV head and goes through the visible
-// context 64 tokens at a time:
+// context 64 tokens at a time (fewer on cards with less shared memory, from head size 192 on):
 //
 //   wait for keys i   barrier   start values i     S = Q K^T             keys, then values of a step use one
 //   wait for values i barrier   softmax   start keys i + 1   O += P V    buffer each; copies run under the products
@@ -20,16 +20,15 @@ namespace fastengine {
 namespace cuda {
 namespace {
 
-constexpr int kStep = 64;  // tokens
-constexpr int kPad = 8;    // elements
+constexpr int kPad = 8;  // elements
 // On the scales of 8-bit values while they multiply weights, so that products with small weights stay
 // normal numbers in float16; taken off at the end. The largest, 65504 / 127 * 64, still fits.
 constexpr float kScaleShift = 64.0f;
 
-template <typename T_, int kHead_, int kValue_>
+template <typename T_, int kHead_, int kValue_, int kStep_>
 struct Config {
   using T = T_;
-  static constexpr int kHead = kHead_, kValue = kValue_;
+  static constexpr int kHead = kHead_, kValue = kValue_, kStep = kStep_;  // tokens
   static constexpr int kRowTiles = kValue > 128 ? 1 : 2;
   static constexpr int kWarps = kTileRows / (16 * kRowTiles);
   static constexpr int kThreads = kWarps * kWarp;
@@ -57,7 +56,7 @@ struct PrefillBlock {
   const int group;
   const PagedRows rows;
   float out[C::kRowTiles][C::kValue / 8][4];
-  float scores[C::kRowTiles][kStep / 8][4];
+  float scores[C::kRowTiles][C::kStep / 8][4];
   float maximum[C::kRowTiles][2], sum[C::kRowTiles][2];  // of rows lane / 4 and lane / 4 + 8
 
   FE_DEVICE PrefillBlock(const AttentionArgs& args, const Tile& mine)
@@ -100,11 +99,11 @@ struct PrefillBlock {
     store8(reinterpret_cast<T*>(to) + 8, high);
   }
 
-  // Rows [first, first + kStep) of one cache into shared memory; zeros outside the visible context.
+  // Rows [first, first + C::kStep) of one cache into shared memory; zeros outside the visible context.
   template <int kSize>
   FE_DEVICE void start_rows(const void* cache, const float* row_scales, float shift, int first, uint16_t* to, float* to_scales) {
     constexpr int kChunks = kSize / 16;
-    for (int i = static_cast<int>(threadIdx.x); i < kStep * kChunks; i += C::kThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < C::kStep * kChunks; i += C::kThreads) {
       const int row = i / kChunks, at = i % kChunks * 16, token = first + row;
       const bool valid = token < tile.end;
       const int64_t from = valid ? rows.row_in(rows.blocks[token >> rows.shift], token) : 0;
@@ -121,7 +120,7 @@ struct PrefillBlock {
     copy_async_commit();
   }
   FE_DEVICE void start_keys(int first) { start_rows<C::kHead>(a.key_cache, a.key_scale, 1.0f, first, elements(C::kKeys), scales()); }
-  FE_DEVICE void start_values(int first) { start_rows<C::kValue>(a.value_cache, a.value_scale, kScaleShift, first, elements(C::kValues), scales() + kStep); }
+  FE_DEVICE void start_values(int first) { start_rows<C::kValue>(a.value_cache, a.value_scale, kScaleShift, first, elements(C::kValues), scales() + C::kStep); }
 
   FE_DEVICE void multiply_keys() {
     const int lane = lane_id();
@@ -130,7 +129,7 @@ struct PrefillBlock {
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < kStep / 8; ++n) scores[m][n][0] = scores[m][n][1] = scores[m][n][2] = scores[m][n][3] = 0.0f;
+      for (int n = 0; n < C::kStep / 8; ++n) scores[m][n][0] = scores[m][n][1] = scores[m][n][2] = scores[m][n][3] = 0.0f;
     }
 #pragma unroll
     for (int k = 0; k < C::kHead / 16; ++k) {
@@ -138,7 +137,7 @@ struct PrefillBlock {
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) load_matrices(q[m], query + m * 16 * C::kKeyRow + k * 16);
 #pragma unroll
-      for (int n = 0; n < kStep / 16; ++n) {
+      for (int n = 0; n < C::kStep / 16; ++n) {
         uint32_t b[4];
         load_matrices(b, key + n * 16 * C::kKeyRow + k * 16);
 #pragma unroll
@@ -153,7 +152,7 @@ struct PrefillBlock {
   FE_DEVICE void scale_keys() {
     const float* const scale = scales() + 2 * (lane_id() % 4);
 #pragma unroll
-    for (int n = 0; n < kStep / 8; ++n) {
+    for (int n = 0; n < C::kStep / 8; ++n) {
       const float low = scale[8 * n], high = scale[8 * n + 1];
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
@@ -172,7 +171,7 @@ struct PrefillBlock {
         const int row = (warp_id() * C::kRowTiles + m) * 16 + lane_id() / 4 + 8 * r;
         const int last = position(row) - first, start = static_cast<int>(first_visible(last + first, a.sliding_window)) - first;
 #pragma unroll
-        for (int n = 0; n < kStep / 8; ++n) {
+        for (int n = 0; n < C::kStep / 8; ++n) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int token = 8 * n + 2 * (lane_id() % 4) + i;
@@ -192,7 +191,7 @@ struct PrefillBlock {
       for (int r = 0; r < 2; ++r) {
         float largest = maximum[m][r];
 #pragma unroll
-        for (int n = 0; n < kStep / 8; ++n) largest = fmaxf(largest, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
+        for (int n = 0; n < C::kStep / 8; ++n) largest = fmaxf(largest, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
         largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
         // A row that sees nothing yet keeps weights of 0.
@@ -201,7 +200,7 @@ struct PrefillBlock {
         maximum[m][r] = largest;
         float total = 0.0f;
 #pragma unroll
-        for (int n = 0; n < kStep / 8; ++n) {
+        for (int n = 0; n < C::kStep / 8; ++n) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& score = scores[m][n][2 * r + i];
@@ -220,11 +219,11 @@ struct PrefillBlock {
   }
 
   // The weights as operands of T, values' scales included: half the registers of the scores.
-  FE_DEVICE void pack(uint32_t (&weights)[C::kRowTiles][kStep / 16][4]) {
+  FE_DEVICE void pack(uint32_t (&weights)[C::kRowTiles][C::kStep / 16][4]) {
     const bool scaled = is_expanded() && a.value_scale != nullptr;
-    const float* const scale = scales() + kStep + 2 * (lane_id() % 4);
+    const float* const scale = scales() + C::kStep + 2 * (lane_id() % 4);
 #pragma unroll
-    for (int n = 0; n < kStep / 8; ++n) {
+    for (int n = 0; n < C::kStep / 8; ++n) {
       float low = 1.0f, high = 1.0f;
       if (scaled) low = scale[8 * n], high = scale[8 * n + 1];
 #pragma unroll
@@ -236,11 +235,11 @@ struct PrefillBlock {
     }
   }
 
-  FE_DEVICE void multiply_values(const uint32_t (&weights)[C::kRowTiles][kStep / 16][4]) {
+  FE_DEVICE void multiply_values(const uint32_t (&weights)[C::kRowTiles][C::kStep / 16][4]) {
     const int lane = lane_id();
     const uint16_t* const value = elements(C::kValues) + lane % 16 * C::kValueRow + lane / 16 * 8;
 #pragma unroll
-    for (int k = 0; k < kStep / 16; ++k) {
+    for (int k = 0; k < C::kStep / 16; ++k) {
 #pragma unroll
       for (int n = 0; n < C::kValue / 16; ++n) {
         uint32_t b[4];
@@ -304,20 +303,20 @@ struct PrefillBlock {
     start_keys(tile.begin);
     // Steps in between are seen whole by every row.
     const int whole_begin = static_cast<int>(first_visible(position(tile.num_rows - 1), a.sliding_window)), whole_end = tile.first_position + 1;
-    for (int first = tile.begin; first < tile.end; first += kStep) {
+    for (int first = tile.begin; first < tile.end; first += C::kStep) {
       copy_async_wait<0>();
       __syncthreads();
       start_values(first);
       multiply_keys();
       if (is_expanded() && a.key_scale != nullptr) scale_keys();
-      if (first < whole_begin || first + kStep > whole_end) mask(first);
+      if (first < whole_begin || first + C::kStep > whole_end) mask(first);
       copy_async_wait<0>();
       __syncthreads();
       soften();
-      uint32_t weights[C::kRowTiles][kStep / 16][4];
+      uint32_t weights[C::kRowTiles][C::kStep / 16][4];
       pack(weights);
       // Not before the scores' registers are free: addresses need some.
-      if (first + kStep < tile.end) start_keys(first + kStep);
+      if (first + C::kStep < tile.end) start_keys(first + C::kStep);
       multiply_values(weights);
     }
     write();
@@ -344,9 +343,11 @@ __global__ void __launch_bounds__(C::kThreads) prefill_kernel(const AttentionArg
   PrefillBlock<C>(a, tile).run();
 }
 
-template <typename T, int kHead, int kValue>
+// kFewer: tokens of a step where a block has no memory for 64 (sm_89: 99 KiB).
+template <typename T, int kHead, int kValue, int kStep = 64, int kFewer = 64>
 int launch_sizes(const AttentionArgs& a, cudaStream_t stream) {
-  using C = Config<T, kHead, kValue>;
+  using C = Config<T, kHead, kValue, kStep>;
+  if (kStep != kFewer && C::kBytes > multiprocessor_shared_bytes() - 1024) return launch_sizes<T, kHead, kValue, kFewer, kFewer>(a, stream);
   const dim3 grid(static_cast<unsigned>(max_tiles(a.num_seqs, a.num_tokens, a.num_heads / a.num_kv_heads)), static_cast<unsigned>(a.num_kv_heads));
   return launch(prefill_kernel<C>, grid, dim3(C::kThreads), C::kBytes, stream, a);
 }
@@ -358,8 +359,8 @@ int launch_type(const AttentionArgs& a, cudaStream_t stream) {
   if (is(96, 96)) return launch_sizes<T, 96, 96>(a, stream);
   if (is(128, 128)) return launch_sizes<T, 128, 128>(a, stream);
   if (is(192, 128)) return launch_sizes<T, 192, 128>(a, stream);
-  if (is(192, 192)) return launch_sizes<T, 192, 192>(a, stream);
-  if (is(256, 256)) return launch_sizes<T, 256, 256>(a, stream);
+  if (is(192, 192)) return launch_sizes<T, 192, 192, 64, 32>(a, stream);
+  if (is(256, 256)) return launch_sizes<T, 256, 256, 64, 16>(a, stream);
   return kUnsupported;
 }
 

@@ -85,7 +85,6 @@ __global__ void __launch_bounds__(kSelectThreads) logprob_kernel(const LogprobAr
   FE_SHARED_ARRAY(float, scratch, kWarp);
   FE_SHARED_ARRAY(float, sums, kWarp);
   FE_SHARED_ARRAY(int, counts, kWarp);
-  FE_SHARED_ARRAY(uint64_t, top, kMaxTop);
   FE_SHARED_ARRAY(uint32_t, num_top, 1);
   const SelectMemory memory(dynamic_shared());
   const int64_t r = blockIdx.x;
@@ -112,6 +111,9 @@ __global__ void __launch_bounds__(kSelectThreads) logprob_kernel(const LogprobAr
   }
   const int k = static_cast<int>(a.k);
   if (k == 0) return;
+  // Where the selection has its bins: both together are more than a block of sm_89 may have.
+  uint64_t* const top = memory.mass;
+  static_assert(kMaxTop <= kClasses * kSelectThreads, "the keys fit where the bins were");
   const uint64_t limit = k < size ? select(row, ~uint64_t{0}, false, [&](Tally) { return static_cast<uint64_t>(k); }, memory) : ~uint64_t{0};
   int padded = 2;
   while (padded < k) padded *= 2;

@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) moe_gather_kernel(const MoeGatherArg
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) moe_combine_kernel(const MoeCombineArgs a) {
-  const int64_t token = blockIdx.y, at = 8 * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
+  const int64_t token = blockIdx.x, at = 8 * (static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x);
   if (at >= a.row_size) return;
   float total[8] = {0, 0, 0, 0, 0, 0, 0, 0};
   if (a.base != nullptr) load8(static_cast<const T*>(a.base) + token * a.row_size + at, total);
@@ -210,9 +210,10 @@ FE_OPERATOR(moe_gather, MoeGatherArgs) {
 
 FE_OPERATOR(moe_combine, MoeCombineArgs) {
   using namespace fastengine::cuda;
-  if (args->row_size % 8 != 0 || (args->dtype != kBFloat16 && args->dtype != kFloat16) || args->num_tokens > 65535) return kUnsupported;
+  if (args->row_size % 8 != 0 || (args->dtype != kBFloat16 && args->dtype != kFloat16)) return kUnsupported;
   if (args->num_tokens == 0) return 0;
   const auto kernel = args->dtype == kBFloat16 ? moe_combine_kernel<BFloat16> : moe_combine_kernel<Float16>;
-  const dim3 grid(static_cast<unsigned>(ceil_div(args->row_size, 8 * kThreads)), static_cast<unsigned>(args->num_tokens));
+  // Tokens along the axis that may have more than 65,535 blocks.
+  const dim3 grid(static_cast<unsigned>(args->num_tokens), static_cast<unsigned>(ceil_div(args->row_size, 8 * kThreads)));
   return launch(kernel, grid, dim3(kThreads), 0, static_cast<cudaStream_t>(stream), *args);
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fastengine.custom_ops.cuda.abi import DType
-from tests.custom_ops.cuda.memory import Buffer, Kernels, encode, filled, poisoned
+from tests.custom_ops.cuda.memory import Buffer, Kernels, decode, encode, filled, poisoned, poisoned_from
 
 # Query weights in 16 bits and results rounded to 16 bits, of values around 1.
 TOLERANCE = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -29,13 +29,14 @@ class Shape:
 
 @dataclass
 class Case:
-    """A batch: ``lengths[s]`` query rows at the end of ``contexts[s]`` tokens."""
+    """A batch: ``lengths[s]`` query rows at the end of ``contexts[s]`` tokens, in the cache's blocks from ``first_block`` on."""
 
     rng: np.random.Generator
     shape: Shape
     lengths: list[int]
     contexts: list[int]
     spread: float = 1.0
+    first_block: int = 0
     keys: list[np.ndarray] = field(init=False)
     values: list[np.ndarray] = field(init=False)
 
@@ -44,13 +45,13 @@ class Case:
         self.tokens = sum(self.lengths)
         self.max_blocks = max(-(-c // s.block_size) for c in self.contexts) + 1
         used = sum(-(-c // s.block_size) for c in self.contexts)
-        free = list(rng.permutation(used + 2))
+        free = list(self.first_block + rng.permutation(used + 2))
         # Entries past a sequence's blocks, and those before its window, must not be followed.
         tables = np.full((len(self.contexts), self.max_blocks), 10**8)
-        rows = (used + 2, s.kv_heads, s.block_size)
+        rows = (self.first_block + used + 2, s.kv_heads, s.block_size)
         self.query = filled(rng.normal(size=(self.tokens, s.heads, s.size)) * self.spread, s.dtype)
-        self.caches = [poisoned((*rows, size), s.cache) for size in (s.size, s.value_size)]
-        self.scales = [poisoned(rows) for _ in range(2)] if s.cache in ("int8", "fp8") else None
+        self.caches = [poisoned_from(self.first_block, (*rows, size), s.cache) for size in (s.size, s.value_size)]
+        self.scales = [poisoned_from(self.first_block, rows, "float32") for _ in range(2)] if s.cache in ("int8", "fp8") else None
         self.keys, self.values = [], []
         for index, (length, context) in enumerate(zip(self.lengths, self.contexts, strict=True)):
             first = max(0, context - length + 1 - s.window) // s.block_size if s.window else 0
@@ -74,12 +75,12 @@ class Case:
         cache = self.caches[which]
         if self.scales is None:
             cache.stored[blocks, :, offsets] = encode(heads, self.shape.cache)
-            return cache.values[blocks, :, offsets]
+            return decode(cache.stored[blocks, :, offsets], self.shape.cache)
         limit = 127.0 if self.shape.cache == "int8" else 448.0
         scale = (np.abs(heads).max(axis=-1) / limit).astype(np.float32)
         self.scales[which].stored[blocks, :, offsets] = scale
         cache.stored[blocks, :, offsets] = encode(heads / scale[..., None], self.shape.cache)
-        return cache.values[blocks, :, offsets] * scale[..., None].astype(np.float64)
+        return decode(cache.stored[blocks, :, offsets], self.shape.cache) * scale[..., None].astype(np.float64)
 
     def workspace(self, kernels: Kernels) -> tuple[Buffer, Buffer]:
         s, sizes = self.shape, (ctypes.c_int64 * 2)()

@@ -11,7 +11,7 @@ import numpy as np
 from fastengine.custom_ops.cuda import abi
 from fastengine.custom_ops.cuda.checks.arrays import FP8_TABLE, STORAGE, decode, encode, rounded
 
-__all__ = ["FP8_TABLE", "Buffer", "Kernels", "copied", "decode", "encode", "filled", "poisoned", "rounded"]
+__all__ = ["FP8_TABLE", "Buffer", "Kernels", "copied", "decode", "encode", "filled", "poisoned", "poisoned_from", "rounded"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -20,6 +20,8 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 PROT_NONE = 0
+# Of memory that nobody touches there may be more than the machine has.
+MAP_NORESERVE = 0x4000
 
 
 class _Pages:
@@ -27,7 +29,9 @@ class _Pages:
 
     def __init__(self, num_bytes: int):
         self._size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._base = _libc.mmap(None, self._size + mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        self._base = _libc.mmap(
+            None, self._size + mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0
+        )
         self.end = self._base + self._size
         _libc.mprotect(self.end, mmap.PAGESIZE, PROT_NONE)
 
@@ -65,6 +69,13 @@ def poisoned(shape: tuple[int, ...], dtype: str = "float32") -> Buffer:
     """All bits set: NaN for the float types, -1 for integers."""
     buffer = Buffer(shape, dtype)
     buffer.stored.view(np.uint8)[...] = 0xFF
+    return buffer
+
+
+def poisoned_from(first: int, shape: tuple[int, ...], dtype: str) -> Buffer:
+    """The same from row ``first`` on; those before are never touched and take no memory."""
+    buffer = Buffer(shape, dtype)
+    buffer.stored[first:].view(np.uint8)[...] = 0xFF
     return buffer
 
 

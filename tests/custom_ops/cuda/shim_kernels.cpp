@@ -120,6 +120,14 @@ __global__ void ends_with_a_copy_under_way(const int* in) {
 
 __global__ void write_block_number(int* out) { out[blockIdx.z * 6 + blockIdx.y * 3 + blockIdx.x] = static_cast<int>(atomicAdd(out + 12, 1) >= 0); }
 
+// As much static shared memory as kBytes says.
+template <int kBytes>
+__global__ void takes_shared(int* out) {
+  FE_SHARED_ARRAY(unsigned char, fixed, kBytes);
+  fixed[threadIdx.x] = 1;
+  out[threadIdx.x] = fixed[threadIdx.x];
+}
+
 __global__ void uninitialised_shared(int* out) {
   FE_SHARED_ARRAY(int, fixed, kThreads);
   out[threadIdx.x] = fixed[threadIdx.x] & dynamic_shared<int>()[threadIdx.x];
@@ -156,5 +164,10 @@ int fe_test_copy(const int* in, int* out, int waits) {
 }
 int fe_test_copy_under_way(const int* in) { return launch(ends_with_a_copy_under_way, dim3(1), dim3(16), 4 * kThreads, nullptr, in); }
 int fe_test_grid(int* out) { return launch(write_block_number, dim3(3, 2, 2), dim3(1), 0, nullptr, out); }
+int fe_test_blocks(int* out, unsigned x, unsigned y, unsigned z) { return launch(write_block_number, dim3(x, y, z), dim3(1), 0, nullptr, out); }
+int fe_test_shared(int* out, uint64_t dynamic, int much) {
+  return much != 0 ? launch(takes_shared<48 * 1024 + 16>, dim3(1), dim3(kThreads), dynamic, nullptr, out)
+                   : launch(takes_shared<1024>, dim3(1), dim3(kThreads), dynamic, nullptr, out);
+}
 int fe_test_no_threads(int* out) { return launch(write_block_number, dim3(1), dim3(0), 0, nullptr, out); }
 }

@@ -9,7 +9,7 @@ import pytest
 
 from fastengine.custom_ops.cuda.abi import DType
 from tests.custom_ops.cuda.attention_case import TOLERANCE
-from tests.custom_ops.cuda.memory import Kernels, encode, filled, poisoned
+from tests.custom_ops.cuda.memory import Kernels, decode, encode, filled, poisoned, poisoned_from
 
 SIZE, VALUE_SIZE = 576, 512
 
@@ -17,19 +17,21 @@ SIZE, VALUE_SIZE = 576, 512
 class LatentCase:
     """Sequences with ``lengths`` query rows over ``contexts`` tokens; only those with one row are attended to."""
 
-    def __init__(self, rng: np.random.Generator, heads: int, block_size: int, dtype: str, lengths: list[int], contexts: list[int]):
+    def __init__(
+        self, rng: np.random.Generator, heads: int, block_size: int, dtype: str, lengths: list[int], contexts: list[int], first_block: int = 0
+    ):
         self.heads, self.block_size, self.dtype, self.lengths, self.contexts = heads, block_size, dtype, lengths, contexts
         blocks = [-(-context // block_size) for context in contexts]
         self.max_blocks = max(blocks) + 1
         tables = np.full((len(contexts), self.max_blocks), 10**8)
-        free = list(rng.permutation(sum(blocks) + 1))
-        self.cache = poisoned((len(free), block_size, SIZE), dtype)
+        free = list(first_block + rng.permutation(sum(blocks) + 1))
+        self.cache = poisoned_from(first_block, (first_block + len(free), block_size, SIZE), dtype)
         self.latent = []
         for seq, context in enumerate(contexts):
             tables[seq, : blocks[seq]] = [free.pop() for _ in range(blocks[seq])]
             seen = np.arange(context)
             self.cache.stored[tables[seq, seen // block_size], seen % block_size] = encode(rng.normal(size=(context, SIZE)), dtype)
-            self.latent.append(self.cache.values[tables[seq, seen // block_size], seen % block_size])
+            self.latent.append(decode(self.cache.stored[tables[seq, seen // block_size], seen % block_size], dtype))
         self.tables = filled(tables, "int32")
         self.starts = filled(np.cumsum([0, *lengths]), "int32")
         self.context_lens = filled(np.array(contexts), "int32")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastengine.custom_ops.cuda import ops
 from tests.custom_ops.cuda.attention_case import Case, Shape
 from tests.custom_ops.cuda.memory import Kernels
 
@@ -40,16 +39,3 @@ def test_large_scores_do_not_overflow(cuda: Kernels, rng: np.random.Generator) -
 def test_sizes_without_a_kernel_are_refused(cuda: Kernels, rng: np.random.Generator) -> None:
     with pytest.raises(RuntimeError, match="paged_attention: no kernel covers"):
         Case(rng, Shape(size=112, value_size=112), [4], [4]).run(cuda)
-
-
-CACHES = [("bfloat16", "bfloat16"), ("float16", "float16"), ("float16", "int8"), ("bfloat16", "fp8")]
-
-
-@pytest.mark.parametrize("size", ops.HEAD_SIZES)
-@pytest.mark.parametrize(("dtype", "cache"), CACHES)
-def test_every_head_size_with_every_cache(cuda: Kernels, rng: np.random.Generator, size: int, dtype: str, cache: str) -> None:
-    """Prefill, a chunk over cached context and a decode; with every block size and option along the way."""
-    place = ops.HEAD_SIZES.index(size) + [kind for _, kind in CACHES].index(cache)
-    options = [{}, {"window": 21}, {"sinks": True}, {"window": 40, "sinks": True}][place % 4]
-    shape = Shape(heads=2, kv_heads=1, size=size, value_size=size, block_size=(16, 32, 64)[place % 3], dtype=dtype, cache=cache, **options)
-    Case(rng, shape, [20, 3, 1], [20, 61, 90]).assert_right(cuda)

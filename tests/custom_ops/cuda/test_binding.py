@@ -180,6 +180,34 @@ def test_wrong_arguments_are_named(rng: np.random.Generator) -> None:
         ops.mla_decode(tensor(np.zeros((1, 1, 576)), "bfloat16"), tensor(np.zeros((1, 16, 576)), "bfloat16"), *batch, 1.0, plan=batch[0][0])
 
 
+def test_memory_that_vectors_can_not_be_read_from_is_refused(rng: np.random.Generator) -> None:
+    """A view may begin anywhere; a GPU would end the process' CUDA context over it."""
+    flat = tensor(rng.normal(size=4 + 3 * 64), "bfloat16")
+    odd, even = (flat[start : start + 3 * 64].reshape([3, 64]) for start in (1, 0))
+    assert odd.data_ptr() % 16 == 2
+    assert even.data_ptr() % 16 == 0
+    weight = tensor(np.ones(64), "bfloat16")
+    ops.rms_norm(even, weight, 1e-5)
+    ops.silu_mul(even)
+    begins = "expected memory that begins at a multiple of 16 bytes"
+    with pytest.raises(ValueError, match=f"^x: {begins}"):
+        ops.rms_norm(odd, weight, 1e-5)
+    with pytest.raises(ValueError, match=f"^weight: {begins}"):
+        ops.rms_norm(even, odd[0], 1e-5)
+    with pytest.raises(ValueError, match=f"^residual: {begins}"):
+        ops.add_rms_norm(even, odd, weight, 1e-5)
+    with pytest.raises(ValueError, match=f"^gate_up: {begins}"):
+        ops.silu_mul(odd)
+    cache, batch = even.reshape([3, 1, 16, 4]), (tensor([[0]], "int32"), tensor([0, 1], "int32"), tensor([1], "int32"))
+    with pytest.raises(ValueError, match=f"^key_cache: {begins}"):
+        ops.paged_attention(cache[:1, :, 0], odd.reshape([3, 1, 16, 4]), cache, *batch, 1.0)
+    ids = tensor([0], "int32")
+    for which in range(2):
+        pools = [[odd] if which == i else [even.clone()] for i in range(2)]
+        with pytest.raises(ValueError, match=f"^{('sources', 'targets')[which]}: {begins}"):
+            ops.copy_blocks(*pools, ids, ids)
+
+
 # ---- which device runs what ----------------------------------------------------------------------------
 
 

@@ -113,3 +113,21 @@ def test_every_block_of_a_grid_runs_once(threads: Shim) -> None:
     assert threads.library.fe_test_grid(out.ctypes.data_as(ctypes.c_void_p)) == 0
     assert out.tolist() == [1] * 12 + [12]
     assert threads.library.fe_test_no_threads(out.ctypes.data_as(ctypes.c_void_p)) == FAILED
+
+
+def test_a_launch_that_no_card_would_make_fails(threads: Shim) -> None:
+    """Axes of a grid past their limits, empty ones, and more shared memory than a block may have, static and dynamic together."""
+    library, out = threads.library, np.zeros(THREADS, dtype=np.int32)
+    pointer = out.ctypes.data_as(ctypes.c_void_p)
+    library.fe_test_blocks.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 3]
+    for blocks in ((1, 65536, 1), (1, 1, 65536), (2**31, 1, 1), (0, 1, 1), (1, 0, 1)):
+        assert library.fe_test_blocks(pointer, *blocks) == FAILED
+        assert " x ".join(map(str, blocks)) in library.fe_shim_error().decode()
+    library.fe_test_shared.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int]
+    library.fe_shim_set_multiprocessor_shared(100 * 1024)
+    try:
+        for dynamic, much, status in ((98 * 1024, 0, 0), (98 * 1024 + 1, 0, FAILED), (100 * 1024, 0, FAILED), (0, 1, FAILED)):
+            assert library.fe_test_shared(pointer, dynamic, much) == status
+            assert ("bytes of shared memory and may have 101376" in library.fe_shim_error().decode()) == (status == FAILED)
+    finally:
+        library.fe_shim_set_multiprocessor_shared(228 * 1024)

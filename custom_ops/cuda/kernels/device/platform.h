@@ -91,7 +91,7 @@ FE_DEVICE float fast_exp2(float x) {
 
 template <typename... Params, typename... Args>
 int launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t, const Args&... args) {
-  return shim::run_grid({grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes, [&] { kernel(args...); });
+  return shim::run_grid({grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes, reinterpret_cast<const void*>(kernel), [&] { kernel(args...); });
 }
 
 // Few, so that blocks take several pieces of work each.
