@@ -209,7 +209,9 @@ def main() -> None:
     print(f"{'engine':>11} {'running':>8} {'context':>8} {'mean us':>9} {'best us':>9} {'target':>8} {'p50 us':>9} {'p99 us':>9} {'ns/request':>11}")
     for running in args.running:
         for context in args.context:
-            load = Load(running, context, args.steps, args.block_size, not args.no_overlap, args.clients, args.host_blocks, args.pool_blocks, args.history)
+            load = Load(
+                running, context, args.steps, args.block_size, not args.no_overlap, args.clients, args.host_blocks, args.pool_blocks, args.history
+            )
             print(row("fastengine", load, measure, args.repeats), flush=True)
             if vllm_python is not None:
                 shorter = dataclasses.replace(load, steps=args.vllm_steps)

@@ -40,9 +40,11 @@ def main() -> int:
         nonlocal asked_to_stop
         asked_to_stop = True
         if service is not None:
-            service.request_stop(0.0 if orphaned() else config.server.shutdown_timeout)
+            at_once = orphaned() or signum == signal.SIGUSR2
+            service.request_stop(0.0 if at_once else config.server.shutdown_timeout)
 
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGUSR2, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the supervisor's to handle
     runtime = RuntimeDir.join(args.runtime_dir)
     config = EngineConfig.from_json(runtime.file("config.json").read_bytes())

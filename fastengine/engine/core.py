@@ -346,6 +346,11 @@ class EngineCore:
         return self._run_state.is_stopped
 
     @property
+    def needs_operator(self) -> bool:
+        """Paused, and no command is under way that could let it go on."""
+        return self.is_paused and not self._control.is_busy
+
+    @property
     def is_sleeping(self) -> bool:
         return bool(self._operations.sleeping)
 

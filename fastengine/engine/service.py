@@ -194,12 +194,18 @@ class EngineService:
     def _current_status(self) -> EngineStatus:
         if self._core is None:
             return self._status
-        paused, sleeping, version = self._core.is_paused, self._core.is_sleeping, self._core.weight_version
         message = self._status.message
         if self._status.state == "ready":
             message = f"{self._core.fault}; update the weights" if self._core.fault else ""
-        log_level = self._core.log_level
-        return msgspec.structs.replace(self._status, message=message, paused=paused, sleeping=sleeping, weight_version=version, log_level=log_level)
+        return msgspec.structs.replace(
+            self._status,
+            message=message,
+            paused=self._core.is_paused,
+            needs_operator=self._core.needs_operator,
+            sleeping=self._core.is_sleeping,
+            weight_version=self._core.weight_version,
+            log_level=self._core.log_level,
+        )
 
     def _set_status(self, **changes: object) -> None:
         self._publish_status(msgspec.structs.replace(self._current_status(), **changes))

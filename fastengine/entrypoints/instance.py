@@ -211,7 +211,12 @@ class EngineProcess:
         return statuses
 
     def terminate(self) -> None:
+        """Have it finish what runs, within ``--shutdown-timeout``, and end."""
         self.process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Have it end: nobody waits for an answer any more."""
+        self.process.send_signal(signal.SIGUSR2)
 
     def wait(self, timeout_s: float) -> int:
         """Its exit code; it is killed when it takes longer than ``timeout_s``."""

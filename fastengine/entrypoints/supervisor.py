@@ -161,7 +161,7 @@ class Supervisor:
         if engine_code is not None and self._exit_code is None:
             self._engine_ended(engine_code)
         elif self._stopping and not self._apis:
-            self._engine.terminate()
+            self._engine.end()
 
     def _api_died(self, index: int, pid: int, code: int) -> None:
         how = self._hung.pop(pid, None) or _how(code)
@@ -294,7 +294,7 @@ class Supervisor:
         for process in self._apis.values():
             process.terminate()
         if not self._apis:
-            self._engine.terminate()
+            self._engine.end()
 
     def _kill_everything(self) -> None:
         for process in (*self._apis.values(), self._engine.process):

@@ -50,6 +50,10 @@ class FrontEnd:
             set_log_level(now.log_level or self.config.observability.log_level)
         self.manager.on_status(before, now)
 
+    def begin_shutdown(self) -> None:
+        """The server finishes what runs and takes nothing new."""
+        self.manager.begin_shutdown()
+
     def end_requests(self) -> int:
         """The server shuts down: whoever still waits is told so. Returns how many those are."""
         error = engine_unavailable("the server is shutting down", retry_after_s=10)

@@ -32,13 +32,21 @@ SPARE_DESCRIPTORS = 128
 class HttpServer(uvicorn.Server):
     """Serves until SIGTERM, SIGINT or :meth:`stop`; then lets running requests finish within the shutdown timeout.
 
-    A second signal, or the timeout, ends the drain: ``end_requests`` is called to make running requests answer at
-    once that the server shuts down. It returns how many there were.
+    ``begin_shutdown`` is called when nothing new is accepted any more. A second signal, or the timeout, ends the drain:
+    ``end_requests`` is called to make running requests answer at once that the server shuts down. It returns how many there were.
     """
 
-    def __init__(self, app: Any, server: ServerConfig, *, end_requests: Callable[[], int] = lambda: 0):
+    def __init__(
+        self,
+        app: Any,
+        server: ServerConfig,
+        *,
+        begin_shutdown: Callable[[], None] = lambda: None,
+        end_requests: Callable[[], int] = lambda: 0,
+    ):
         self._drain_s = server.shutdown_timeout
         self._handshake_s = min(server.request_read_timeout, MAX_HANDSHAKE_S)
+        self._begin_shutdown = begin_shutdown
         self._end_requests = end_requests
         protocol = functools.partial(
             TimedProtocol,
@@ -89,6 +97,7 @@ class HttpServer(uvicorn.Server):
             sock.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
+        self._begin_shutdown()
         if self.force_exit or not await self._drained(self._drain_s):
             await self._end()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -37,6 +38,8 @@ from fastengine.protocol.outputs import (
 )
 from fastengine.protocol.requests import GenerateRequest, SamplingParams
 
+logger = logging.getLogger(__name__)
+NOBODY_CAN_RESUME = "the server is shutting down while it is paused: nobody can resume it any more"
 # The engine itself ends a request at its timeout; past this much more it counts as stuck.
 DEADLINE_GRACE_S = 10.0
 HANDLE_DTYPE = np.dtype("<i8")
@@ -216,6 +219,7 @@ class RequestManager:
         self._streams: dict[str, GenerationStream] = {}  # by the client's request id
         self._ids: set[str] = set()  # of live sequences
         self._handles = itertools.count(1)
+        self._is_shutting_down = False
 
     @property
     def num_streams(self) -> int:
@@ -270,8 +274,23 @@ class RequestManager:
             raise engine_unavailable(f"the engine is starting: {status.message}", retry_after_s=2)
         if status.state == "stopping":
             raise engine_unavailable("the engine is shutting down", retry_after_s=10)
+        if self._can_not_be_resumed(status):
+            raise engine_unavailable(NOBODY_CAN_RESUME, retry_after_s=10)
         if self._reject_while_paused and (status.paused or status.sleeping):
             raise engine_unavailable("the engine is paused", retry_after_s=1)
+
+    def begin_shutdown(self) -> None:
+        """No command comes any more. Requests that a pause keeps from going on need not be waited for: they end at once."""
+        self._is_shutting_down = True
+        self._end_if_paused(self._engine.status)
+
+    def _can_not_be_resumed(self, status: EngineStatus) -> bool:
+        return self._is_shutting_down and status.needs_operator
+
+    def _end_if_paused(self, status: EngineStatus) -> None:
+        if self._can_not_be_resumed(status) and self._streams:
+            logger.warning("%d requests are ended: %s", len(self._streams), NOBODY_CAN_RESUME)
+            self.end_all(engine_unavailable(NOBODY_CAN_RESUME, retry_after_s=10))
 
     def end_all(self, reason: ApiError) -> int:
         """Make every stream's reader raise ``reason``; how many there were."""
@@ -369,10 +388,11 @@ class RequestManager:
             stream._ended_one()
 
     def on_status(self, before: EngineStatus, now: EngineStatus) -> None:
-        """End every request when the engine that had them is gone.
+        """End every request when the engine that had them is gone, or is paused for good.
 
         ``failed`` says so; ``starting`` after another state is a new engine, which knows none of them.
         """
+        self._end_if_paused(now)
         lost = now.state == "failed" or (now.state == "starting" and before.state != "starting")
         if not lost:
             return

@@ -77,7 +77,7 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status", array_like=True):
 
     ``state`` is one of ``starting, ready, recovering, stopping, failed``; ``progress`` is 0..1 while
     starting. ``has_report``: the engine failed and could write its crash report itself. ``log_level``: what somebody has
-    set since, for all processes; None: nobody has.
+    set since, for all processes; None: nobody has. ``needs_operator``: it is paused, and no command under way could change that.
     """
 
     state: Literal["starting", "ready", "recovering", "stopping", "failed"]
@@ -89,3 +89,4 @@ class EngineStatus(msgspec.Struct, frozen=True, tag="status", array_like=True):
     num_blocks: int = 0
     has_report: bool = False
     log_level: str | None = None
+    needs_operator: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -11,6 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -100,6 +103,42 @@ def test_the_end_of_the_drain_is_a_503_and_takes_no_longer() -> None:
         assert server.wait_exit(20) == 0
         assert "Traceback" not in server.output()
         assert server.output().count("--shutdown-timeout") == 1
+
+
+def test_sigterm_while_paused_ends_what_nobody_can_resume_at_once() -> None:
+    with running_server(TINY, *FLAGS, "--shutdown-timeout", "60", "--api-workers", "2") as server, ThreadPoolExecutor(3) as pool:
+        assert httpx.post(server.url + "/v1/log_level", json={"level": "ERROR"}, timeout=10).status_code == 200
+        kept = [pool.submit(complete, server, max_tokens=250) for _ in range(2)]
+        wait_until(lambda: server.metric("num_requests_running") == 2, 10, "running requests")
+        assert httpx.post(server.url + "/v1/pause", json={"mode": "in_place"}, timeout=10).status_code == 200
+        queued = pool.submit(complete, server)
+        wait_until(lambda: server.metric("num_requests_waiting") == 1, 10, "a waiting request")
+        pids, runtime_dir = list(server.tree()), server.runtime_dir()
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        for reply in (one.result(30) for one in (*kept, queued)):
+            assert reply.status_code == 503
+            assert "nobody can resume it" in reply.json()["error"]["message"]
+        assert server.wait_exit() == 0
+        assert time.monotonic() - began < 60  # not at the drain's end
+        expect_all_gone(pids, runtime_dir)
+        said = server.output().partition("curl")[2]
+        assert "INFO [server]" not in said  # the level holds in every process
+        assert "WARNING [api-" not in said
+
+
+def test_sigterm_during_a_command_that_hangs_still_ends_cleanly() -> None:
+    """The engine does not wait for what nobody waits for any more."""
+    with running_server(TINY, *FLAGS, "--shutdown-timeout", "11") as server:
+        assert httpx.post(server.url + "/v1/pause", json={}, timeout=10).status_code == 200
+        os.kill(server.find("worker/__main__.py"), signal.SIGSTOP)
+        update = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        update.request("POST", "/v1/update_weights", "{}")
+        assert httpx.get(server.url + "/v1/is_paused", timeout=10).status_code == 200  # which came to the engine after the update
+        server.process.send_signal(signal.SIGTERM)
+        assert update.getresponse().status == 503
+        assert server.wait_exit() == 0
+        assert "killing them" not in server.output()
 
 
 def _ignore_transport_errors(call: object) -> None:

@@ -122,7 +122,9 @@ class ApiServer:
 
     async def _serve(self, listener: socket.socket) -> None:
         self.loop = asyncio.get_running_loop()
-        self.server = HttpServer(create_app(self.front), self.config.server, end_requests=self.front.end_requests)
+        self.server = HttpServer(
+            create_app(self.front), self.config.server, begin_shutdown=self.front.begin_shutdown, end_requests=self.front.end_requests
+        )
         self.front.start()
         self._started.set()
         await self.server.serve([listener])

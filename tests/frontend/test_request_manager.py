@@ -248,6 +248,31 @@ def test_a_lost_engine_ends_every_request_with_503(engine, manager, now):
     run(test())
 
 
+def test_a_shutdown_ends_what_only_a_resume_could_let_go_on(engine, manager, caplog):
+    paused = EngineStatus(state="ready", paused=True, needs_operator=True)
+
+    async def test():
+        async with manager.generate("a", sequences()) as stream:
+            manager.on_status(EngineStatus(state="ready"), paused)
+            manager.on_outputs(plain((engine.sent[0].handle, 1)))
+            assert len(await stream.updates()) == 1
+            engine.status = EngineStatus(state="ready", paused=True)  # by a command that lets it go on
+            manager.begin_shutdown()
+            manager.on_outputs(plain((engine.sent[0].handle, 2)))
+            assert len(await stream.updates()) == 1
+            engine.status = paused
+            manager.on_status(EngineStatus(state="ready", paused=True), paused)
+            with pytest.raises(ApiError, match="nobody can resume it") as ended:
+                await stream.updates()
+            assert (ended.value.status, ended.value.retry_after_s) == (503, 10)
+            with pytest.raises(ApiError, match="nobody can resume it"):
+                await manager.generate("b", sequences()).__aenter__()
+        assert len(engine.aborted) == 1
+
+    run(test())
+    assert "1 requests are ended" in caplog.text
+
+
 def test_an_engine_that_says_nothing_past_the_deadline_is_a_504(engine, monkeypatch):
     monkeypatch.setattr("fastengine.frontend.request_manager.DEADLINE_GRACE_S", 0.01)
     manager = RequestManager(engine, default_timeout_s=600.0)
