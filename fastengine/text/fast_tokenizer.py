@@ -50,6 +50,8 @@ class FastTokenizer(Tokenizer):
             return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
         except (TypeError, UnicodeEncodeError) as error:  # the library's complaint about a string with lone surrogates
             raise TokenizerError("the text holds half of a surrogate pair, which is no character") from error
+        except Exception as error:  # the library knows no other class: an unknown token that is not in the vocabulary, for one
+            raise TokenizerError(f"the tokenizer can't take this text: {error}") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         skip = self.special_ids if skip_special_tokens else ()

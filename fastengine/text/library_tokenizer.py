@@ -38,7 +38,8 @@ def load_library_tokenizer(library: Library, path: Path, *, eos_token_ids: Itera
     try:
         inner = module.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise TokenizerError(f"{path}: {library} can't read a tokenizer here: {error}") from error
+        hint = "" if (path / "tokenizer_config.json").is_file() else "; there is no tokenizer_config.json, which names its class"
+        raise TokenizerError(f"{path}: {library} can't read a tokenizer here: {error}{hint}") from error
     fast = getattr(inner, "backend_tokenizer", None)
     templates = read_chat_templates(path) if path.is_dir() else {}
     if isinstance(fast, tokenizers.Tokenizer):
@@ -69,7 +70,10 @@ class LibraryTokenizer(Tokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         try:
-            return list(self._inner(text, add_special_tokens=add_special_tokens)["input_ids"])
+            if add_special_tokens:
+                return list(self._inner(text, add_special_tokens=True)["input_ids"])
+            # In two steps, as PaddleFormers' own classes add special tokens even where they are told not to.
+            return list(self._inner.convert_tokens_to_ids(self._inner.tokenize(text)))
         except UnicodeEncodeError as error:
             raise TokenizerError("the text holds half of a surrogate pair, which is no character") from error
 

@@ -22,7 +22,10 @@ class ByteTokenizer:
         return 259
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [1] * add_special_tokens + [3 + byte for byte in text.encode()]}
+        return {"input_ids": [1, *self.convert_tokens_to_ids(self.tokenize(text))]}  # whatever it is told, as PaddleFormers' do
+
+    def tokenize(self, text: str) -> list[str]:
+        return [f"byte {byte}" for byte in text.encode()]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         assert not clean_up_tokenization_spaces
@@ -32,7 +35,9 @@ class ByteTokenizer:
     def convert_ids_to_tokens(self, token_id: int) -> str:
         return ("<unk>", "<s>", "</s>")[token_id] if token_id < 3 else f"byte {token_id - 3}"
 
-    def convert_tokens_to_ids(self, token: str) -> int:
+    def convert_tokens_to_ids(self, token: Any) -> Any:
+        if isinstance(token, list):
+            return [self.convert_tokens_to_ids(one) for one in token]
         return {"<s>": 1, "</s>": 2}.get(token, int(token[5:]) + 3 if token.startswith("byte ") else 0)
 
 
@@ -48,6 +53,7 @@ def test_the_interface(tokenizer: LibraryTokenizer) -> None:
     ids = tokenizer.encode("é😀", add_special_tokens=True)
     assert tokenizer.decode(ids) == "é😀"
     assert tokenizer.decode([299]) == ""
+    assert tokenizer.encode("é😀") == tokenizer.encode_chat("é😀")[1:] == ids[1:]
     assert tokenizer.encode_batch(["a", "b"]) == [[3 + ord("a")], [3 + ord("b")]]
     assert tokenizer.token_text(1) == "<s>"
     assert tokenizer.token_id("</s>") == 2
