@@ -2,7 +2,8 @@
 
 The rules, in order; the first that fails names the error:
 
-* prompt: at least one token, every id in the vocabulary, ``prompt + 1 <= max_model_len`` -> 400
+* prompt: at least one token, every id in the vocabulary, ``prompt + 1 <= max_model_len`` -> 400; with a ``max_tokens`` of 1, as
+  whoever wants the prompt's scores or embedding alone has it, ``prompt <= max_model_len``: the last token is sampled, not computed
 * sampling settings (bias, grammar, stop tokens ...) must fit one message beside the prompt -> 400
 * ``max_tokens`` at least 1 -> 400; beyond what the model's length leaves, it is cut to that
 * KV: all positions that will be computed (prompt + output - 1) must fit the whole pool -> 400, with the
@@ -56,7 +57,7 @@ class AdmissionRules:
             if end <= num_prompt:
                 raise self._never_fits(num_prompt, 1)
             return end
-        num_output = min(asked, room)
+        num_output = min(asked, max(1, room))
         if not self.fits(num_prompt + num_output):
             raise self._never_fits(num_prompt, num_output)
         return num_prompt + num_output
@@ -89,11 +90,11 @@ class AdmissionRules:
         if lowest < 0 or highest >= self._limits.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise Refused(400, f"token id {wrong} is outside the vocabulary of {self._limits.vocab_size}", param="prompt")
-        if len(tokens) + 1 > self._limits.max_model_len:
+        if len(tokens) + (request.sampling.max_tokens != 1) > self._limits.max_model_len:
             raise Refused(
                 400,
-                f"the prompt has {len(tokens)} tokens, and with at least one token of output that exceeds the longest sequence "
-                f"this server takes, {self._limits.max_model_len} tokens",
+                f"the prompt has {len(tokens)} tokens, which leaves no room for output in the longest sequence this server takes, "
+                f"{self._limits.max_model_len} tokens",
                 param="prompt",
             )
         return len(tokens)

@@ -61,11 +61,11 @@ class SlotTable:
     def __init__(self, num_slots: int, max_model_len: int, block_size: int):
         self._block_size = block_size
         self.num_slots = num_slots
-        # Pages of the token buffer are touched only as far as sequences reach.
-        self.tokens: Tokens = np.zeros((num_slots, max_model_len), dtype=np.int32)
+        # One column more than the model's length: the token sampled at its last position. Pages are touched only as far as sequences reach.
+        self.tokens: Tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
         self._flat_tokens: Tokens = self.tokens.reshape(-1)
         self._token_bytes = self._flat_tokens.data.cast("B")
-        self._row_bytes = max_model_len * TOKEN_DTYPE.itemsize
+        self._row_bytes = (max_model_len + 1) * TOKEN_DTYPE.itemsize
         self.handles: Index = np.zeros(num_slots, dtype=np.int64)
         self.clients: Index = np.zeros(num_slots, dtype=np.int64)
         self.requests: list[RequestState | None] = [None] * num_slots

@@ -70,6 +70,21 @@ def test_a_single_token_of_output(overlap: bool) -> None:
     driver.assert_idle()
 
 
+def test_a_prompt_of_the_models_length_may_have_the_one_token_that_is_not_computed(overlap: bool) -> None:
+    driver = Driver(overlap=overlap, max_model_len=40, max_num_batched_tokens=16)
+    neighbours = [driver.add(prompt(i, 5), max_tokens=35, ignore_eos=True) for i in range(2)]
+    full = [driver.add(prompt(9, 40), max_tokens=1, prompt_logprobs=0) for _ in range(2)]
+    driver.run()
+    for one in (*neighbours, *full):
+        assert_right(one, max_total=41 if one in full else 40)
+    assert len(full[0].prompt_logprobs or ()) == 40
+    refused = driver.add(prompt(9, 41), max_tokens=1)
+    driver.run()
+    assert refused.error is not None
+    assert (refused.error.code, refused.error.param) == (400, "prompt")
+    driver.assert_idle()
+
+
 def test_stop_token_ids_and_min_tokens(overlap: bool) -> None:
     driver = Driver(overlap=overlap)
     plain, _ = reference_output(prompt(3, 9), driver.add(prompt(3, 9), max_tokens=30, ignore_eos=True).request.sampling, MAX_MODEL_LEN)
