@@ -15,18 +15,17 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastengine.entrypoints import request_body
-from fastengine.entrypoints.openai.generation import check_length, check_model, new_request_id, now_s
-from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
+from fastengine.entrypoints.arrival import Arrival, arrived
+from fastengine.entrypoints.openai.generation import check_length, generate, now_s
+from fastengine.entrypoints.openai.refused_fields import Refused, refused_by
 from fastengine.entrypoints.responses import JsonReply, interrupted_by_disconnect
 from fastengine.entrypoints.score_types import (
     Document,
-    PairFields,
     RerankBody,
     RerankReply,
     RerankResult,
@@ -35,7 +34,7 @@ from fastengine.entrypoints.score_types import (
     ScoreReply,
     ScoreUsage,
 )
-from fastengine.frontend.errors import ApiError, ClientDisconnected, bad_request
+from fastengine.frontend.errors import ApiError, bad_request
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.request_manager import SequenceInput
 from fastengine.frontend.text_service import ModelText
@@ -43,12 +42,11 @@ from fastengine.protocol.outputs import TopLogprobs
 from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.tokens import pack_token_ids
 
-T = TypeVar("T", bound=PairFields)
 BEFORE_DOCUMENT, BEFORE_QUERY = "Document: ", "\nQuery:"
 # Its one token is never looked at: what counts stands in the prompt.
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
 # Field -> the values that ask for nothing, next to null.
-REFUSED: dict[str, tuple[Any, ...]] = {
+OTHERS: Refused = {
     "activation": (),
     "apply_softmax": (False,),
     "label_token_ids": (),
@@ -56,6 +54,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "truncate_prompt_tokens": (),
 }
+REFUSED_BY_SCORE, REFUSED_BY_RERANK = refused_by(ScoreBody, OTHERS), refused_by(RerankBody, OTHERS)
 
 
 @dataclass(frozen=True)
@@ -77,34 +76,28 @@ class ScoreRoutes:
         self._front = front
 
     async def score(self, request: Request) -> Response:
-        parsed, request_id, model = await self._begin(request, ScoreBody, "score")
-        body = parsed.value
+        new = await arrived(self._front, request, ScoreBody, REFUSED_BY_SCORE, "score")
+        body = new.body
         queries = _texts("text_1", body.text_1, "queries", body.queries)
         documents = _texts("text_2", body.text_2, "documents", body.documents)
         if len(queries) not in (1, len(documents)):
             raise bad_request("text_1", f"{len(queries)} queries for {len(documents)} documents: send one, or as many as documents")
         queries *= len(documents) // len(queries)
-        try:
-            scores = await self._scores(request, body, request_id, queries, documents, "text_1", "text_2")
-        except ClientDisconnected:
-            return Response(status_code=499)
+        scores = await self._scores(request, new, queries, documents, "text_1", "text_2")
         reply = ScoreReply(
-            id=request_id,
+            id=new.request_id,
             created=now_s(),
-            model=model,
+            model=new.model,
             data=[Score(index=i, score=value) for i, value in enumerate(scores.values)],
             usage=ScoreUsage(prompt_tokens=scores.num_prompt_tokens, total_tokens=scores.num_prompt_tokens),
         )
-        return JsonReply(reply, headers={"X-Request-Id": request_id, **parsed.warning_headers()})
+        return JsonReply(reply, headers=new.headers)
 
     async def rerank(self, request: Request) -> Response:
-        parsed, request_id, model = await self._begin(request, RerankBody, "rerank")
-        body = parsed.value
+        new = await arrived(self._front, request, RerankBody, REFUSED_BY_RERANK, "rerank")
+        body = new.body
         documents = [document if isinstance(document, str) else document.text for document in body.documents]
-        try:
-            scores = await self._scores(request, body, request_id, [body.query] * len(documents), documents, "query", "documents")
-        except ClientDisconnected:
-            return Response(status_code=499)
+        scores = await self._scores(request, new, [body.query] * len(documents), documents, "query", "documents")
         results = [RerankResult(index=i, relevance_score=value) for i, value in enumerate(scores.values)]
         results.sort(key=lambda result: -result.relevance_score)
         del results[body.top_n or len(results) :]
@@ -112,35 +105,18 @@ class ScoreRoutes:
             for result in results:
                 result.document = Document(text=documents[result.index])
         usage = ScoreUsage(prompt_tokens=scores.num_prompt_tokens, total_tokens=scores.num_prompt_tokens)
-        reply = RerankReply(id=request_id, model=model, results=results, usage=usage)
-        return JsonReply(reply, headers={"X-Request-Id": request_id, **parsed.warning_headers()})
-
-    async def _begin(self, request: Request, kind: type[T], prefix: str) -> tuple[request_body.Parsed[T], str, str]:
-        """(the body, the request's id, the model's name)"""
-        front = self._front
-        front.manager.check_accepting()
-        raw = request_body.decode_object(await request_body.read_body(request, front.max_body_bytes))
-        refuse_unsupported(raw, REFUSED)
-        parsed = request_body.parse(raw, kind, known_elsewhere=REFUSED, strict=front.config.server.strict_fields)
-        model = check_model(parsed.value.model, front.served_names)
-        request_id = new_request_id(prefix, None)
-        request.state.request_id = request_id
-        return parsed, request_id, model
+        reply = RerankReply(id=new.request_id, model=new.model, results=results, usage=usage)
+        return JsonReply(reply, headers=new.headers)
 
     async def _scores(
-        self, request: Request, body: PairFields, request_id: str, queries: Sequence[str], documents: Sequence[str], query_param: str, param: str
+        self, request: Request, new: Arrival[Any], queries: Sequence[str], documents: Sequence[str], query_param: str, param: str
     ) -> Scores:
         text = await self._front.text.ready()
         if not text.has_logits:
             raise bad_request(param, "the null model has no log-probabilities")
         pairs = await self._pairs(queries, documents, query_param, param, text)
-        stream = self._front.manager.generate(
-            request_id,
-            [SequenceInput(pack_token_ids(pair.token_ids), SAMPLING) for pair in pairs],
-            priority=body.priority or 0,
-            timeout_s=body.timeout_s,
-            cache_salt=body.cache_salt or "",
-        )
+        sequences = [SequenceInput(pack_token_ids(pair.token_ids), SAMPLING) for pair in pairs]
+        stream = generate(self._front.manager, new.request_id, sequences, new.body)
         scores = Scores([0.0] * len(pairs), sum(len(pair.token_ids) for pair in pairs))
         async with stream, interrupted_by_disconnect(request.receive, stream):
             while not stream.finished:
@@ -166,7 +142,7 @@ class ScoreRoutes:
         pairs = []
         for i, (query, encoded) in enumerate(zip(queries, encoded_documents, strict=True)):
             token_ids = encoded.token_ids + query_ids[query]
-            check_length(f"{param}[{i}]", len(token_ids), 1, text.max_model_len)
+            check_length(f"{param}[{i}]", len(token_ids), 0, text.max_model_len)
             pairs.append(Pair(token_ids, len(query_ids[query])))
         return pairs
 

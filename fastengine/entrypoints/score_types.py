@@ -7,21 +7,13 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from fastengine.entrypoints.openai.request_types import INT32, Count
+from fastengine.entrypoints.openai.request_types import CommonFields, Count
 
 MAX_PAIRS = 1024
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_PAIRS)]
 
 
-class PairFields(msgspec.Struct, kw_only=True):
-    model: str | None = None
-    priority: Annotated[Annotated[int, Meta(ge=-INT32, le=INT32)] | None, Meta(description="Lower runs first.")] = None
-    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    user: Annotated[str | None, Meta(description="The caller's name for its end user; has no effect.")] = None
-
-
-class ScoreBody(PairFields, kw_only=True):
+class ScoreBody(CommonFields, kw_only=True):
     """POST /v1/score. One ``text_1`` for all of ``text_2``, or as many of each."""
 
     text_1: Annotated[str | Texts | None, Meta(description="The query or queries.")] = None
@@ -56,7 +48,7 @@ class Document(msgspec.Struct, kw_only=True):
     text: str
 
 
-class RerankBody(PairFields, kw_only=True):
+class RerankBody(CommonFields, kw_only=True):
     """POST /v1/rerank"""
 
     query: Annotated[str, Meta(min_length=1)]

@@ -8,11 +8,11 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 
-from fastengine.entrypoints import request_body
+from fastengine.entrypoints.arrival import checked_body
 from fastengine.entrypoints.openai.chat_prompt import chat_prompt
 from fastengine.entrypoints.openai.generation import check_model, check_prompt_ids
-from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
-from fastengine.entrypoints.openai.request_types import ChatCompletionRequest, ChatMessage, TokenId
+from fastengine.entrypoints.openai.refused_fields import Refused
+from fastengine.entrypoints.openai.request_types import ChatCompletionRequest, ChatMessage, ReasoningEffort, TokenId
 from fastengine.entrypoints.responses import JsonReply
 from fastengine.frontend.errors import bad_request
 from fastengine.frontend.front_end import FrontEnd
@@ -20,7 +20,7 @@ from fastengine.frontend.text_service import ModelText, PromptKind
 from fastengine.text.tokenizer import TokenizerError
 
 # A chat's prompt is always tokenized as the chat endpoint does it.
-REFUSED: dict[str, tuple[Any, ...]] = {"mm_processor_kwargs": ({},)}
+REFUSED: Refused = {"mm_processor_kwargs": ({},)}
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -37,6 +37,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
     tools: list[dict[str, Any]] | None = None
 
 
@@ -63,9 +65,7 @@ class TokenizeRoutes:
 
     async def tokenize(self, request: Request) -> JsonReply:
         front = self._front
-        raw = request_body.decode_object(await request_body.read_body(request, front.max_body_bytes))
-        refuse_unsupported(raw, REFUSED)
-        parsed = request_body.parse(raw, TokenizeBody, known_elsewhere=REFUSED, strict=front.config.server.strict_fields)
+        parsed = await checked_body(front, request, TokenizeBody, REFUSED)
         body = parsed.value
         check_model(body.model, front.served_names)
         text = await front.text.ready()
@@ -89,6 +89,8 @@ class TokenizeRoutes:
             continue_final_message=body.continue_final_message,
             chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
+            enable_thinking=body.enable_thinking,
+            reasoning_effort=body.reasoning_effort,
             tools=body.tools,
         )
         _, prompt = await chat_prompt(self._front.text, text, chat, with_tools=True)
@@ -96,8 +98,7 @@ class TokenizeRoutes:
 
     async def detokenize(self, request: Request) -> JsonReply:
         front = self._front
-        raw = request_body.decode_object(await request_body.read_body(request, front.max_body_bytes))
-        parsed = request_body.parse(raw, DetokenizeBody, strict=front.config.server.strict_fields)
+        parsed = await checked_body(front, request, DetokenizeBody, {})
         body = parsed.value
         check_model(body.model, front.served_names)
         text = await front.text.ready()

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
+from fastengine.entrypoints import score_routes
 from fastengine.entrypoints.anthropic import messages
-from fastengine.entrypoints.anthropic.message_types import MessagesBody
+from fastengine.entrypoints.anthropic.message_types import CountTokensBody, MessagesBody
 from fastengine.entrypoints.openai import embeddings, refused_fields, responses_endpoint
 from fastengine.entrypoints.openai.embeddings_types import EmbeddingsBody
-from fastengine.entrypoints.openai.request_types import ChatCompletionRequest, CompletionRequest
+from fastengine.entrypoints.openai.request_types import ChatCompletionRequest, CommonFields, CompletionRequest
 from fastengine.entrypoints.openai.responses_types import ResponsesBody
+from fastengine.entrypoints.score_types import RerankBody, ScoreBody
+from fastengine.entrypoints.sglang import generate
+from fastengine.entrypoints.sglang.generate_types import GenerateBody
 
 SHARED = """model frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options temperature top_p user
 top_k min_p repetition_penalty length_penalty min_tokens stop_token_ids include_stop_str_in_output ignore_eos bad_words skip_special_tokens
@@ -30,6 +34,14 @@ MESSAGES = """max_tokens messages model cache_control container inference_geo me
 temperature thinking tool_choice tools top_k top_p mcp_servers context_management"""
 
 
+# Sent to any endpoint they are acted on or refused, but never unheard of.
+EVERYWHERE = """top_k min_p repetition_penalty min_tokens stop_token_ids include_stop_str_in_output bad_words ignore_eos logit_bias seed n best_of echo
+logprobs top_logprobs prompt_logprobs return_token_ids skip_special_tokens add_generation_prompt continue_final_message chat_template
+chat_template_kwargs guided_json guided_regex guided_choice guided_grammar structural_tag response_format tools tool_choice parallel_tool_calls
+reasoning_effort reasoning_max_tokens enable_thinking stream_options max_streaming_response_tokens prompt_token_ids"""
+COMMON = set(CommonFields.__struct_fields__)
+
+
 @pytest.mark.parametrize(
     ("body", "refused", "names"),
     [
@@ -38,10 +50,17 @@ temperature thinking tool_choice tools top_k top_p mcp_servers context_managemen
         (ResponsesBody, responses_endpoint.REFUSED, RESPONSES),
         (EmbeddingsBody, embeddings.REFUSED, "input model dimensions encoding_format user"),
         (MessagesBody, messages.REFUSED, MESSAGES),
+        (CountTokensBody, messages.REFUSED_BY_COUNT, MESSAGES),
+        (GenerateBody, generate.REFUSED, "text input_ids sampling_params rid return_logprob logprob_start_len top_logprobs_num extra_key"),
+        (ScoreBody, score_routes.REFUSED_BY_SCORE, "text_1 text_2 truncate_prompt_tokens"),
+        (RerankBody, score_routes.REFUSED_BY_RERANK, "query documents top_n return_documents max_tokens_per_doc"),
     ],
 )
 def test_no_field_is_unheard_of(body: Any, refused: Any, names: str) -> None:
-    assert set(names.split()) - set(body.__struct_fields__) - set(refused) == set()
+    fields = set(body.__struct_fields__)
+    assert set(f"{names} {EVERYWHERE}".split()) - fields - set(refused) == set()
+    assert fields >= COMMON
+    assert body is CountTokensBody or not COMMON & set(refused)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from fastengine.entrypoints.anthropic.message_types import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from fastengine.entrypoints.openai.generation import common_fields
 from fastengine.entrypoints.openai.request_types import ChatCompletionRequest, ChatMessage
 from fastengine.entrypoints.renamed_fields import by_root
 from fastengine.frontend.errors import bad_request
@@ -42,6 +43,7 @@ def chat_request(body: CountTokensBody) -> ChatCompletionRequest:
     # A last message of the assistant's is the beginning of the answer.
     prefilled = bool(body.messages) and body.messages[-1].role == "assistant"
     chat = ChatCompletionRequest(
+        **common_fields(body),
         messages=_messages(body),
         tools=[_tool(tool) for tool in body.tools] if body.tools else None,
         continue_final_message=prefilled,

@@ -7,12 +7,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from fastengine.entrypoints.openai.request_types import INT32, MAX_STOP_STRINGS, Count, Probability, StopString
+from fastengine.entrypoints.openai.request_types import INT32, MAX_STOP_STRINGS, CommonFields, Count, Probability, StopString
+
+
+class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Accepted and without effect: every prefix is cached as long as there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
@@ -21,7 +28,7 @@ class PlainText(msgspec.Struct, kw_only=True):
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
@@ -38,14 +45,14 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolResultBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[PlainText] | None = None
     is_error: bool | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -64,7 +71,7 @@ class Tool(msgspec.Struct, kw_only=True):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
@@ -82,11 +89,10 @@ class Thinking(msgspec.Struct, kw_only=True):
     budget_tokens: Count | None = None
 
 
-class CountTokensBody(msgspec.Struct, kw_only=True):
-    """POST /v1/messages/count_tokens"""
+class CountTokensBody(CommonFields, kw_only=True):
+    """POST /v1/messages/count_tokens: the part of a message's body that its length depends on; what says how it runs has no effect."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    model: str | None = None
     system: str | list[PlainText] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -103,7 +109,6 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT32)] | None = None
     min_p: Probability | None = None
-    metadata: Annotated[dict[str, Any] | None, Meta(description="The caller's own notes; have no effect.")] = None
 
 
 class Usage(msgspec.Struct, kw_only=True):

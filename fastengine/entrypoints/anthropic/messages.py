@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from fastengine.entrypoints import request_body
 from fastengine.entrypoints.anthropic.conversion import chat_request, rename
 from fastengine.entrypoints.anthropic.message_types import (
     CountTokensBody,
@@ -24,22 +23,22 @@ from fastengine.entrypoints.anthropic.message_types import (
     StopReason,
     Usage,
 )
+from fastengine.entrypoints.arrival import arrived, checked_body
 from fastengine.entrypoints.event_json import event_json
 from fastengine.entrypoints.openai.chat_job import ChatJob, ChatReader, prepare_chat
 from fastengine.entrypoints.openai.chat_prompt import chat_prompt
 from fastengine.entrypoints.openai.endpoint import raise_error
-from fastengine.entrypoints.openai.generation import check_model, new_request_id
-from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
+from fastengine.entrypoints.openai.generation import check_model
+from fastengine.entrypoints.openai.refused_fields import Refused, refused_by
 from fastengine.entrypoints.renamed_fields import renamed_fields
 from fastengine.entrypoints.responses import EventStream, EventWriter, JsonReply
-from fastengine.frontend.errors import ClientDisconnected
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.text_service import ModelText
 from fastengine.frontend.text_stream import SequenceText, TextStream, TextUpdate
 from fastengine.text.deltas import Delta
 
 # Field -> the values that ask for nothing, next to null.
-REFUSED: dict[str, tuple[Any, ...]] = {
+OTHERS: Refused = {
     "cache_control": ({"type": "ephemeral"},),
     "container": (),
     "context_management": ({},),
@@ -53,6 +52,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "user_profile_id": (),
     "workspace_id": (),
 }
+REFUSED = refused_by(MessagesBody, OTHERS)
+# Nothing is run for a count: how and for whom can't be said.
+REFUSED_BY_COUNT = refused_by(
+    CountTokensBody, {**OTHERS, "cache_salt": (), "priority": (), "request_id": (), "stop_sequences": ([],), "timeout_s": ()}
+)
 
 
 class MessagesEndpoint:
@@ -61,28 +65,21 @@ class MessagesEndpoint:
 
     async def create(self, request: Request) -> Response:
         front = self._front
-        front.manager.check_accepting()
-        parsed = await self._parse(request, MessagesBody)
-        body = parsed.value
-        request_id = new_request_id("msg", None)
-        request.state.request_id = request_id
-        model = check_model(body.model, front.served_names)
+        new = await arrived(front, request, MessagesBody, REFUSED, "msg")
         text = await front.text.ready()
-        chat = chat_request(body)
+        chat = chat_request(new.body)
         with renamed_fields(rename):
-            job = await prepare_chat(front.text, text, chat, request_id=request_id, model=model)
-        headers = {"Request-Id": request_id, "X-Request-Id": request_id, **parsed.warning_headers()}
-        if body.stream:
-            return EventStream(lambda receive, writer: self._stream(job, text, receive, writer), request_id=request_id, headers=headers)
-        try:
+            job = await prepare_chat(front.text, text, chat, request_id=new.request_id, model=new.model)
+        headers = {"Request-Id": new.request_id, **new.headers}
+        if new.body.stream:
+            return EventStream(lambda receive, writer: self._stream(job, text, receive, writer), request_id=new.request_id, headers=headers)
+        with renamed_fields(rename):
             async with job.run(front.manager, text, request.receive) as stream:
                 return JsonReply(await self._answer(job, stream), headers=headers)
-        except ClientDisconnected:
-            return Response(status_code=499)
 
     async def count_tokens(self, request: Request) -> Response:
         front = self._front
-        parsed = await self._parse(request, CountTokensBody)
+        parsed = await checked_body(front, request, CountTokensBody, REFUSED_BY_COUNT)
         check_model(parsed.value.model, front.served_names)
         text = await front.text.ready()
         chat = chat_request(parsed.value)
@@ -90,17 +87,12 @@ class MessagesEndpoint:
             _, prompt = await chat_prompt(front.text, text, chat, with_tools=chat.tool_choice != "none")
         return JsonReply(CountTokensReply(input_tokens=len(prompt.token_ids)), headers=parsed.warning_headers())
 
-    async def _parse(self, request: Request, kind: type[request_body.T]) -> request_body.Parsed[request_body.T]:
-        raw = request_body.decode_object(await request_body.read_body(request, self._front.max_body_bytes))
-        refuse_unsupported(raw, REFUSED)
-        return request_body.parse(raw, kind, known_elsewhere=REFUSED, strict=self._front.config.server.strict_fields)
-
     async def _answer(self, job: ChatJob, stream: TextStream) -> MessageReply:
         reader, blocks = ChatReader(job, stream), Blocks()
         message = message_reply(job, stream.sequences[0])
         while not stream.finished:
             updates = await stream.updates()
-            raise_error(updates)
+            raise_error(updates, job.grammar_param)
             for update in updates:
                 blocks.add(reader.deltas(update))
                 message.stop_reason, message.stop_sequence = stop_reason(reader, update)
@@ -109,14 +101,15 @@ class MessagesEndpoint:
         return message
 
     async def _stream(self, job: ChatJob, text: ModelText, receive: Receive, writer: EventWriter) -> None:
-        async with job.run(self._front.manager, text, receive) as stream:
-            events = MessageEvents(job, stream)
-            while not stream.finished:
-                updates = await stream.updates()
-                raise_error(updates)
-                parts = [part for update in updates for part in events.of(update)]
-                if parts:
-                    await writer.write(b"".join(parts))
+        with renamed_fields(rename):
+            async with job.run(self._front.manager, text, receive) as stream:
+                events = MessageEvents(job, stream)
+                while not stream.finished:
+                    updates = await stream.updates()
+                    raise_error(updates, job.grammar_param)
+                    parts = [part for update in updates for part in events.of(update)]
+                    if parts:
+                        await writer.write(b"".join(parts))
 
 
 def usage(job: ChatJob, sequence: SequenceText) -> Usage:

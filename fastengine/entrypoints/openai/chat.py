@@ -40,7 +40,7 @@ class ChatEndpoint(GeneratingEndpoint[ChatCompletionRequest, ChatJob]):
         answers = [ChatAnswer() for _ in stream.sequences]
         while not stream.finished:
             updates = await stream.updates()
-            raise_error(updates)
+            raise_error(updates, job.grammar_param)
             for update in updates:
                 answers[update.index].add(update, reader, text, with_logprobs=bool(job.fields.logprobs))
         completion = ChatCompletion(
@@ -59,7 +59,7 @@ class ChatEndpoint(GeneratingEndpoint[ChatCompletionRequest, ChatJob]):
         events = ChatEvents(job, text, stream)
         while not stream.finished:
             updates = await stream.updates()
-            raise_error(updates)
+            raise_error(updates, job.grammar_param)
             parts = [part for update in updates for part in events.of(update)]
             if stream.finished:
                 parts += events.end()

@@ -56,7 +56,7 @@ async def prepare_chat(service: TextService, text: ModelText, body: ChatCompleti
     sampling = sampling_params(body, text, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     check_num_sequences("n", 1, num_generated(body))
     tools = _tools(body, text.output_format)
-    grammar = await _grammar(service, body, tools, text.output_format, max_tokens)
+    grammar_param, grammar = await _grammar(service, body, tools, text.output_format, max_tokens)
     param, prompt = await chat_prompt(service, text, body, with_tools=tools.mode != "none")
     check_length(param, len(prompt.token_ids), max_tokens, text.max_model_len)
     context = reasoning_context(text.tokenizer, prompt.token_ids, prompt.text, thinking_enabled(body))
@@ -71,6 +71,7 @@ async def prepare_chat(service: TextService, text: ModelText, body: ChatCompleti
         prompts=[Prompt(prompt.token_ids, prompt.text)],
         sampling=sampling,
         n=num_generated(body),
+        grammar_param=grammar_param,
         format=output_format,
         tools=tools,
         context=context,
@@ -92,18 +93,19 @@ def _tools(body: ChatCompletionRequest, output_format: OutputFormat) -> ToolRequ
 
 async def _grammar(
     service: TextService, body: ChatCompletionRequest, tools: ToolRequest, output_format: OutputFormat, max_tokens: int | None
-) -> GrammarSpec | None:
-    """What the answer must match: the request's own grammar, or the one its tools need."""
+) -> tuple[str | None, GrammarSpec | None]:
+    """What the answer must match: the request's own grammar, or the one its tools need; before it the field that asks for it."""
     asked = structured_output(body)
     if asked is not None:
         if tools.forced:
             raise bad_request("tool_choice", f"can't ask for a call together with {asked.param}")
         await service.check_grammar(asked.param, asked.grammar)
-        return asked.grammar
+        return asked.param, asked.grammar
     grammar = output_format.grammar(tools, max_tokens=max_tokens)
-    if grammar is not None:
-        await service.check_grammar("tools", grammar)
-    return grammar
+    if grammar is None:
+        return None, None
+    await service.check_grammar("tools", grammar)
+    return "tools", grammar
 
 
 def _constrained(

@@ -34,11 +34,10 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
 
     async def prepare(self, body: CompletionRequest, request_id: str, model: str, text: ModelText) -> Job:
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        if max_tokens == 0:
-            if not body.echo:
-                raise bad_request("max_tokens", "expected int >= 1 (0 is for echo alone)")
-            max_tokens = 1  # computed and left out of the reply: the engine always samples
-        sampling = sampling_params(body, text, max_tokens=max_tokens, logprobs=body.logprobs)
+        if max_tokens == 0 and not body.echo:
+            raise bad_request("max_tokens", "expected int >= 1 (0 is for echo alone)")
+        # The engine always samples: with 0 its token is left out of the reply.
+        sampling = sampling_params(body, text, max_tokens=max(1, max_tokens), logprobs=body.logprobs)
         if body.echo and body.logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
         asked = structured_output(body)
@@ -59,6 +58,7 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
             sampling=sampling,
             n=n,
             track_offsets=body.logprobs is not None,
+            grammar_param=None if asked is None else asked.param,
         )
 
     async def _prompts(self, body: CompletionRequest, text: ModelText) -> tuple[str, list[Prompt]]:
@@ -91,7 +91,7 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
         answers = [_Answer(job, sequence, text) for sequence in stream.sequences]
         while not stream.finished:
             updates = await stream.updates()
-            raise_error(updates)
+            raise_error(updates, job.grammar_param)
             for update in updates:
                 answers[update.index].add(update)
         return Completion(
@@ -116,7 +116,7 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
         answers = [_Answer(job, sequence, text) for sequence in stream.sequences]
         while not stream.finished:
             updates = await stream.updates()
-            raise_error(updates)
+            raise_error(updates, job.grammar_param)
             events = []
             for update in updates:
                 answer = answers[update.index]

@@ -11,12 +11,12 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fastengine.entrypoints import request_body
+from fastengine.entrypoints.arrival import arrived
 from fastengine.entrypoints.openai.embeddings_types import MAX_INPUTS, Embedding, EmbeddingsBody, EmbeddingsReply, EmbeddingUsage
-from fastengine.entrypoints.openai.generation import check_length, check_model, check_prompt_ids, new_request_id
-from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
+from fastengine.entrypoints.openai.generation import check_length, check_prompt_ids, generate
+from fastengine.entrypoints.openai.refused_fields import Refused, refused_by
 from fastengine.entrypoints.responses import JsonReply, interrupted_by_disconnect
-from fastengine.frontend.errors import ApiError, ClientDisconnected, bad_request
+from fastengine.frontend.errors import ApiError, bad_request
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.request_manager import SequenceInput
 from fastengine.frontend.text_service import ModelText, PromptKind
@@ -25,7 +25,7 @@ from fastengine.protocol.tokens import pack_token_ids
 
 Vector = npt.NDArray[np.float32]
 # Field -> the values that ask for nothing, next to null.
-REFUSED: dict[str, tuple[Any, ...]] = {"messages": (), "truncate_prompt_tokens": (-1,)}
+REFUSED: Refused = refused_by(EmbeddingsBody, {"truncate_prompt_tokens": (-1,)})
 
 
 class EmbeddingsEndpoint:
@@ -33,30 +33,20 @@ class EmbeddingsEndpoint:
         self._front = front
 
     async def handle(self, request: Request) -> Response:
-        front = self._front
-        front.manager.check_accepting()
-        raw = request_body.decode_object(await request_body.read_body(request, front.max_body_bytes))
-        refuse_unsupported(raw, REFUSED)
-        parsed = request_body.parse(raw, EmbeddingsBody, known_elsewhere=REFUSED, strict=front.config.server.strict_fields)
-        body = parsed.value
-        request_id = new_request_id("embd", None)
-        request.state.request_id = request_id
-        model = check_model(body.model, front.served_names)
-        text = await front.text.ready()
+        new = await arrived(self._front, request, EmbeddingsBody, REFUSED, "embd")
+        body = new.body
+        text = await self._front.text.ready()
         if not text.has_logits:
             raise bad_request("input", "the null model has no hidden states")
         hidden_size = text.spec.hidden_size
         if body.dimensions is not None and body.dimensions > hidden_size:
             raise bad_request("dimensions", f"{body.dimensions} is more than the model's {hidden_size}")
         prompts = await self._prompts(body, text)
-        try:
-            vectors = await self._vectors(request, body, request_id, prompts)
-        except ClientDisconnected:
-            return Response(status_code=499)
+        vectors = await self._vectors(request, body, new.request_id, prompts)
         num_tokens = sum(map(len, prompts))
         data = [Embedding(index=i, embedding=_encoded(shaped(vector, body), body)) for i, vector in enumerate(vectors)]
-        reply = EmbeddingsReply(data=data, model=model, usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens))
-        return JsonReply(reply, headers={"X-Request-Id": request_id, **parsed.warning_headers()})
+        reply = EmbeddingsReply(data=data, model=new.model, usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens))
+        return JsonReply(reply, headers=new.headers)
 
     async def _prompts(self, body: EmbeddingsBody, text: ModelText) -> list[list[int]]:
         given: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input)
@@ -77,14 +67,14 @@ class EmbeddingsEndpoint:
             raise bad_request("input", "must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
         for i, token_ids in enumerate(prompts):
             check_prompt_ids(names[i], token_ids, text.spec.vocab_size)
-            check_length(names[i], len(token_ids), None, text.max_model_len)
+            check_length(names[i], len(token_ids), 0, text.max_model_len)
         return prompts
 
     async def _vectors(self, request: Request, body: EmbeddingsBody, request_id: str, prompts: list[list[int]]) -> list[Vector]:
         # The one token that ends the sequence is nothing to anybody.
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=body.pooling or "mean")
         sequences = [SequenceInput(pack_token_ids(token_ids), sampling) for token_ids in prompts]
-        stream = self._front.manager.generate(request_id, sequences, priority=body.priority or 0, timeout_s=body.timeout_s)
+        stream = generate(self._front.manager, request_id, sequences, body)
         vectors: dict[int, Vector] = {}
         async with stream, interrupted_by_disconnect(request.receive, stream):
             while not stream.finished:

@@ -7,21 +7,20 @@ from typing import Annotated, Literal, Union
 import msgspec
 from msgspec import Meta
 
-from fastengine.entrypoints.openai.request_types import INT32, Count, TokenId
+from fastengine.entrypoints.openai.request_types import CommonFields, Count, TokenId
 from fastengine.protocol.requests import Pooling
 
 MAX_INPUTS = 2048
 InputText = Annotated[str, Meta(min_length=1)]
 
 
-class EmbeddingsBody(msgspec.Struct, kw_only=True):
+class EmbeddingsBody(CommonFields, kw_only=True):
     """POST /v1/embeddings"""
 
     input: Annotated[
         Annotated[str, Meta(min_length=1)] | Annotated[list[Union[InputText, TokenId, list[TokenId]]], Meta(min_length=1)],  # noqa: UP007
         Meta(description="Text, token ids, or a list of either."),
     ]
-    model: str | None = None
     encoding_format: Annotated[Literal["float", "base64"] | None, Meta(description="base64: of little-endian float32 values. Default float.")] = None
     dimensions: Annotated[Count | None, Meta(description="Keep this many of the first values. Default: all.")] = None
     pooling: Annotated[
@@ -29,9 +28,6 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     ] = None
     normalize: Annotated[bool | None, Meta(description="Scale to length 1. Default true.")] = None
     add_special_tokens: Annotated[bool | None, Meta(description="Begin a text with the tokenizer's special tokens. Default true.")] = None
-    priority: Annotated[Annotated[int, Meta(ge=-INT32, le=INT32)] | None, Meta(description="Lower runs first.")] = None
-    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    user: Annotated[str | None, Meta(description="The caller's name for its end user; has no effect.")] = None
 
 
 class EmbeddingUsage(msgspec.Struct, kw_only=True):

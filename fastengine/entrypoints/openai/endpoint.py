@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from fastengine.entrypoints import request_body
-from fastengine.entrypoints.openai.generation import Job, check_model, new_request_id
-from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
+from fastengine.entrypoints.arrival import arrived
+from fastengine.entrypoints.openai.generation import Job
+from fastengine.entrypoints.openai.refused_fields import Refused
 from fastengine.entrypoints.openai.request_types import GenerationFields
 from fastengine.entrypoints.openai.sampling import check_stream_options
 from fastengine.entrypoints.responses import EventStream, EventWriter, JsonReply
-from fastengine.frontend.errors import ApiError, ClientDisconnected
+from fastengine.frontend.errors import ApiError, bad_request
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.text_service import ModelText
 from fastengine.frontend.text_stream import TextStream, TextUpdate
@@ -28,7 +28,7 @@ class GeneratingEndpoint(abc.ABC, Generic[T, J]):
     """One POST route that generates. Subclasses say what the body is and what the reply looks like."""
 
     body_type: type[T]
-    refused: ClassVar[dict[str, tuple[Any, ...]]]
+    refused: ClassVar[Refused]
     id_prefix: ClassVar[str]
 
     def __init__(self, front: FrontEnd):
@@ -48,35 +48,31 @@ class GeneratingEndpoint(abc.ABC, Generic[T, J]):
 
     async def handle(self, request: Request) -> Response:
         front = self._front
-        front.manager.check_accepting()
-        raw = request_body.decode_object(await request_body.read_body(request, front.max_body_bytes))
-        refuse_unsupported(raw, self.refused)
-        parsed = request_body.parse(raw, self.body_type, known_elsewhere=self.refused, strict=front.config.server.strict_fields)
-        body = parsed.value
-        request_id = new_request_id(self.id_prefix, body.request_id)
-        request.state.request_id = request_id
-        model = check_model(body.model, front.served_names)
-        check_stream_options(body)
+        new = await arrived(front, request, self.body_type, self.refused, self.id_prefix)
+        check_stream_options(new.body)
         text = await front.text.ready()
-        job = await self.prepare(body, request_id, model, text)
-        headers = {"X-Request-Id": request_id, **parsed.warning_headers()}
-        if body.stream:
-            return EventStream(lambda receive, writer: self._stream(job, text, receive, writer), request_id=request_id, headers=headers)
-        try:
-            async with job.run(front.manager, text, request.receive) as stream:
-                return JsonReply(await self.answer(job, text, stream), headers=headers)
-        except ClientDisconnected:
-            return Response(status_code=499)
+        job = await self.prepare(new.body, new.request_id, new.model, text)
+        if new.body.stream:
+            return EventStream(lambda receive, writer: self._stream(job, text, receive, writer), request_id=new.request_id, headers=new.headers)
+        async with job.run(front.manager, text, request.receive) as stream:
+            return JsonReply(await self.answer(job, text, stream), headers=new.headers)
 
     async def _stream(self, job: J, text: ModelText, receive: Receive, writer: EventWriter) -> None:
         async with job.run(self._front.manager, text, receive) as stream:
             await self.stream(job, text, stream, writer)
 
 
-def raise_error(updates: list[TextUpdate]) -> None:
-    """Raise the first sequence's error as ApiError: it ends the whole client request."""
+def raise_error(updates: list[TextUpdate], grammar_param: str | None = None) -> None:
+    """Raise the first sequence's error as ApiError: it ends the whole client request.
+
+    ``grammar_param`` is the request's field that brought its grammar, if it has one.
+    """
     for update in updates:
         if update.error is not None:
-            raise ApiError.from_engine(update.error)
+            error = ApiError.from_engine(update.error)
+            if error.status == 400 and error.param is None and grammar_param is not None:
+                # All else was checked before the engine took it: only where a grammar leads to shows on the way.
+                raise bad_request(grammar_param, error.message, code="invalid_grammar")
+            raise error
         if update.finish_reason == "error":
             raise ApiError(500, "the engine ended this request with an error")

@@ -7,16 +7,17 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
 from starlette.types import Receive
 
-from fastengine.entrypoints.openai.request_types import GenerationFields
+from fastengine.entrypoints.openai.request_types import CommonFields, GenerationFields
 from fastengine.entrypoints.openai.response_types import PromptTokensDetails, Usage
 from fastengine.entrypoints.responses import interrupted_by_disconnect
 from fastengine.frontend.errors import ApiError, bad_request
-from fastengine.frontend.request_manager import RequestManager, SequenceInput
+from fastengine.frontend.request_manager import GenerationStream, RequestManager, SequenceInput
 from fastengine.frontend.text_service import ModelText
 from fastengine.frontend.text_stream import SequenceText, TextStream
 from fastengine.protocol.requests import SamplingParams
@@ -39,7 +40,7 @@ class Job:
     """A client request that is ready for the engine: ``n`` sequences per prompt.
 
     Sequence ``i`` is answer ``i % n`` to prompt ``i // n``, and choice ``i`` of the reply unless ``best_of``
-    has more generated than are returned.
+    has more generated than are returned. ``grammar_param`` is the request's field that brought a grammar.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Job:
     sampling: SamplingParams
     n: int
     track_offsets: bool = False
+    grammar_param: str | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -78,13 +80,7 @@ class Job:
     @contextlib.asynccontextmanager
     async def run(self, manager: RequestManager, text: ModelText, receive: Receive) -> AsyncIterator[TextStream]:
         """Start it in the engine. Leaving the context, or the client's going away, aborts what still runs."""
-        stream = manager.generate(
-            self.request_id,
-            self.sequence_inputs(),
-            priority=self.fields.priority or 0,
-            timeout_s=self.fields.timeout_s,
-            cache_salt=self.fields.cache_salt or "",
-        )
+        stream = generate(manager, self.request_id, self.sequence_inputs(), self.fields)
         gathered = self.fields.max_streaming_response_tokens or 1 if self.fields.stream else 1
         async with stream, interrupted_by_disconnect(receive, stream):
             prompts = [prompt.token_ids for prompt in self.prompts for _ in range(self.n)]
@@ -106,6 +102,16 @@ class Job:
         )
 
 
+def generate(manager: RequestManager, request_id: str, sequences: Sequence[SequenceInput], fields: CommonFields) -> GenerationStream:
+    """:meth:`RequestManager.generate` as ``fields`` ask for it."""
+    return manager.generate(request_id, sequences, priority=fields.priority or 0, timeout_s=fields.timeout_s, cache_salt=fields.cache_salt or "")
+
+
+def common_fields(fields: CommonFields) -> dict[str, Any]:
+    """``fields``' own values of :class:`CommonFields`, for a body of another kind."""
+    return {name: getattr(fields, name) for name in CommonFields.__struct_fields__}
+
+
 def new_request_id(prefix: str, given: str | None) -> str:
     return given if given is not None else f"{prefix}-{uuid.uuid4().hex}"
 
@@ -124,8 +130,12 @@ def check_model(asked: str | None, served: Sequence[str]) -> str:
 
 
 def check_length(param: str, num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
-    """Raise ApiError 400 with the numbers when prompt and output can't fit the context."""
-    if num_prompt >= max_model_len:
+    """Raise ApiError 400 with the numbers when prompt and output can't fit the context. ``max_tokens`` 0: the prompt alone is computed."""
+    if max_tokens == 0:
+        if num_prompt <= max_model_len:
+            return
+        message = f"the prompt has {num_prompt} tokens; the model's context has {max_model_len}"
+    elif num_prompt >= max_model_len:
         message = (
             f"the prompt has {num_prompt} tokens; the model's context of {max_model_len} tokens holds {max_model_len - 1} and one token of output"
         )

@@ -23,6 +23,26 @@ MAX_STOP_STRINGS = 16
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
+# What OpenAI's clients may send; templates know few of them. Others go through chat_template_kwargs.
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class CommonFields(msgspec.Struct, kw_only=True):
+    """What every request that runs the model can say, whatever its API."""
+
+    model: Annotated[str | None, Meta(description="A served model's name; 'default' always means the served model.")] = None
+    request_id: Annotated[
+        Annotated[str, Meta(pattern=r"^[!-~]{1,256}$")] | None, Meta(description="The request's own name; refused with 409 while in use.")
+    ] = None
+    priority: Annotated[Annotated[int, Meta(ge=-INT32, le=INT32)] | None, Meta(description="Lower runs first.")] = None
+    timeout_s: Annotated[Annotated[float, Meta(gt=0, le=1e6)] | None, Meta(description="Seconds after which the request ends with an error.")] = None
+    cache_salt: Annotated[Annotated[str, Meta(max_length=256)] | None, Meta(description="KV blocks are shared only among equal salts.")] = None
+    user: Annotated[str | None, Meta(description="The caller's name for its end user; has no effect.")] = None
+    safety_identifier: Annotated[str | None, Meta(description="As user.")] = None
+    prompt_cache_key: Annotated[str | None, Meta(description="Prefixes are found in the cache without it; has no effect.")] = None
+    metadata: Annotated[dict[str, Any] | None, Meta(description="The caller's own notes; have no effect.")] = None
+
+
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: Annotated[bool | None, Meta(description="A last chunk without choices holds the usage.")] = None
     continuous_usage_stats: Annotated[bool | None, Meta(description="Every chunk holds the usage so far.")] = None
@@ -56,10 +76,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     structural_tag: str | dict[str, Any] | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True):
+class GenerationFields(CommonFields, kw_only=True):
     """What chat completions and completions have in common."""
 
-    model: Annotated[str | None, Meta(description="A served model's name; 'default' always means the served model.")] = None
     temperature: Annotated[Annotated[float, Meta(ge=0)] | None, Meta(description="0 means greedy. Default 1.")] = None
     top_p: Annotated[Probability | None, Meta(description="Nucleus sampling; 1 means off, 0 the most likely token alone.")] = None
     top_k: Annotated[Annotated[int, Meta(ge=-1, le=INT32)] | None, Meta(description="Sample among the k most likely; 0 and -1 mean off.")] = None
@@ -73,7 +92,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     ] = None
     max_tokens: Annotated[Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="Most tokens to generate.")] = None
     min_tokens: Annotated[
-        Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="No end of sequence or stop token before this many tokens.")
+        Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="No end of sequence, stop token or stop string before this many tokens.")
     ] = None
     stop: Annotated[
         Union[StopString, Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)], None],  # noqa: UP007
@@ -121,25 +140,15 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream: Annotated[bool | None, Meta(description="Answer with server-sent events.")] = None
     stream_options: Annotated[StreamOptions | None, Meta(description="With stream: include_usage, continuous_usage_stats.")] = None
     max_streaming_response_tokens: Annotated[Count | None, Meta(description="Tokens gathered per streamed chunk. Default 1.")] = None
-    request_id: Annotated[
-        Annotated[str, Meta(pattern=r"^[!-~]{1,256}$")] | None, Meta(description="The request's own name; refused with 409 while in use.")
-    ] = None
-    priority: Annotated[Annotated[int, Meta(ge=-INT32, le=INT32)] | None, Meta(description="Lower runs first.")] = None
-    timeout_s: Annotated[Annotated[float, Meta(gt=0, le=1e6)] | None, Meta(description="Seconds after which the request ends with an error.")] = None
-    cache_salt: Annotated[Annotated[str, Meta(max_length=256)] | None, Meta(description="KV blocks are shared only among equal salts.")] = None
-    user: Annotated[str | None, Meta(description="The caller's name for its end user; has no effect.")] = None
-    safety_identifier: Annotated[str | None, Meta(description="As user.")] = None
-    prompt_cache_key: Annotated[str | None, Meta(description="Prefixes are found in the cache without it; has no effect.")] = None
-    metadata: Annotated[dict[str, Any] | None, Meta(description="The caller's own notes; have no effect.")] = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    type: str
+    type: str  # which there are depends on where it stands: checked there
     text: str | None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    role: Annotated[str, Meta(min_length=1, max_length=64, description="Whatever the chat template knows.")]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -161,7 +170,8 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="Variables for the chat template.")] = None
     enable_thinking: Annotated[bool | None, Meta(description="The chat template's variable of that name.")] = None
     reasoning_effort: Annotated[
-        str | None, Meta(description="The chat template's variable of that name; 'none' also means enable_thinking false.")
+        ReasoningEffort | None,
+        Meta(description="The chat template's variable of that name, from none to max; 'none' also means enable_thinking false."),
     ] = None
     reasoning_max_tokens: Annotated[Count | None, Meta(description="Most tokens of reasoning; past it the model goes on with its answer.")] = None
     include_reasoning: Annotated[bool | None, Meta(description="Return the reasoning. Default true.")] = None

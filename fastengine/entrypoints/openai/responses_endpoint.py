@@ -6,17 +6,15 @@ import asyncio
 import logging
 import os
 import uuid
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
-from fastengine.entrypoints import request_body
+from fastengine.entrypoints.arrival import Arrival, arrived
 from fastengine.entrypoints.openai.chat_job import prepare_chat
-from fastengine.entrypoints.openai.generation import check_model
-from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
+from fastengine.entrypoints.openai.refused_fields import Refused, refused_by
 from fastengine.entrypoints.openai.request_types import ChatMessage
 from fastengine.entrypoints.openai.responses_input import chat_request, input_items, input_messages, rename
 from fastengine.entrypoints.openai.responses_run import ResponseJob, ResponseRun
@@ -24,7 +22,7 @@ from fastengine.entrypoints.openai.responses_store import ResponseStore, StoredR
 from fastengine.entrypoints.openai.responses_types import DeletedResponse, InputItemList, ResponseFailure, ResponseObject, ResponsesBody
 from fastengine.entrypoints.renamed_fields import renamed_fields
 from fastengine.entrypoints.responses import EventStream, EventWriter, JsonReply
-from fastengine.frontend.errors import ApiError, ClientDisconnected, bad_request
+from fastengine.frontend.errors import ApiError, bad_request
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.text_service import ModelText
 from fastengine.protocol.control import AbortRequests
@@ -33,19 +31,22 @@ logger = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 10.0
 MAX_LISTED = 100
 # Field -> the values that ask for nothing, next to null.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "access_programs": (),
-    "background_options": ({},),
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "prompt": (),
-    "prompt_cache_options": ({},),
-    "prompt_cache_retention": ("in_memory",),
-    "service_tier": ("auto", "default"),
-}
+REFUSED: Refused = refused_by(
+    ResponsesBody,
+    {
+        "access_programs": (),
+        "background_options": ({},),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt": (),
+        "prompt_cache_options": ({},),
+        "prompt_cache_retention": ("in_memory",),
+        "service_tier": ("auto", "default"),
+    },
+)
 
 
 class ResponsesEndpoint:
@@ -61,29 +62,20 @@ class ResponsesEndpoint:
 
     async def create(self, request: Request) -> Response:
         front = self._front
-        front.manager.check_accepting()
-        raw = request_body.decode_object(await request_body.read_body(request, front.max_body_bytes))
-        refuse_unsupported(raw, REFUSED)
-        parsed = request_body.parse(raw, ResponsesBody, known_elsewhere=REFUSED, strict=front.config.server.strict_fields)
-        body = parsed.value
-        self._check(body)
         response_id = f"resp_{uuid.uuid4().hex}"
-        request.state.request_id = response_id
+        new = await arrived(front, request, ResponsesBody, REFUSED, "resp", given_id=lambda body: body.request_id or response_id)
+        self._check(new.body)
         text = await front.text.ready()
-        job = await self._prepare(body, response_id, text)
-        headers = {"X-Request-Id": response_id, **parsed.warning_headers()}
-        if body.stream:
-            return EventStream(lambda receive, writer: self._stream(job, text, receive, writer), request_id=response_id, headers=headers)
-        if body.background:
-            return JsonReply(await self._start_in_background(job, text), headers=headers)
-        try:
-            async with job.chat.run(front.manager, text, request.receive) as stream:
-                run = ResponseRun(job, text, front.text, stream)
-                await run.to_end()
-        except ClientDisconnected:
-            return Response(status_code=499)
+        job = await self._prepare(new, response_id, text)
+        if new.body.stream:
+            return EventStream(lambda receive, writer: self._stream(job, text, receive, writer), request_id=new.request_id, headers=new.headers)
+        if new.body.background:
+            return JsonReply(await self._start_in_background(job, text), headers=new.headers)
+        async with job.chat.run(front.manager, text, request.receive) as stream:
+            run = ResponseRun(job, text, front.text, stream)
+            await run.to_end()
         await self._keep(job, run)
-        return JsonReply(run.response, headers=headers)
+        return JsonReply(run.response, headers=new.headers)
 
     def _check(self, body: ResponsesBody) -> None:
         if body.stream_options is not None and not body.stream:
@@ -99,8 +91,8 @@ class ResponsesEndpoint:
             if body.store is False:
                 raise bad_request("background", "needs store: the response is fetched later")
 
-    async def _prepare(self, body: ResponsesBody, response_id: str, text: ModelText) -> ResponseJob:
-        model = check_model(body.model, self._front.served_names)
+    async def _prepare(self, new: Arrival[ResponsesBody], response_id: str, text: ModelText) -> ResponseJob:
+        body = new.body
         items = input_items(body.input)
         history: list[ChatMessage] = []
         if body.previous_response_id is not None:
@@ -111,8 +103,8 @@ class ResponsesEndpoint:
         history = [*history, *input_messages(items)]
         chat = chat_request(body, history)
         with renamed_fields(rename):
-            job = await prepare_chat(self._front.text, text, chat, request_id=response_id, model=model)
-        return ResponseJob(job, body, items, history, stored=body.store is not False and self._store.enabled)
+            job = await prepare_chat(self._front.text, text, chat, request_id=new.request_id, model=new.model)
+        return ResponseJob(response_id, job, body, items, history, stored=body.store is not False and self._store.enabled)
 
     async def _stream(self, job: ResponseJob, text: ModelText, receive: Receive, writer: EventWriter) -> None:
         async with job.chat.run(self._front.manager, text, receive) as stream:
@@ -122,7 +114,10 @@ class ResponsesEndpoint:
 
     async def _keep(self, job: ResponseJob, run: ResponseRun) -> None:
         if job.stored:
-            await self._store.put(StoredResponse(response=run.response, input_items=job.input_items, history=run.history(), owner=os.getpid()))
+            record = StoredResponse(
+                response=run.response, request_id=job.chat.request_id, input_items=job.input_items, history=run.history(), owner=os.getpid()
+            )
+            await self._store.put(record)
 
     # -- in the background ------------------------------------------------------------------------
 
@@ -165,7 +160,7 @@ class ResponsesEndpoint:
         response = record.response
         if not response.background:
             raise bad_request("response_id", "only a response in the background can be cancelled")
-        if response.status == "in_progress" and await self._abort(response.id):
+        if response.status == "in_progress" and await self._abort(record.request_id):
             # Its own process learns of the abort, too, and writes the same with what had been generated.
             response.status = "cancelled"
         return JsonReply(response)
@@ -207,9 +202,9 @@ class ResponsesEndpoint:
             response.status, response.error = "failed", ResponseFailure(code="server_error", message="the process that worked on it died")
         return record
 
-    async def _abort(self, response_id: str) -> bool:
+    async def _abort(self, request_id: str) -> bool:
         """Whether it was running until now."""
-        reply = await self._front.engine.control(AbortRequests(req_ids=(response_id,)), timeout_s=ABORT_TIMEOUT_S)
+        reply = await self._front.engine.control(AbortRequests(req_ids=(request_id,)), timeout_s=ABORT_TIMEOUT_S)
         if reply.error is not None:
             raise ApiError.from_engine(reply.error)
         return bool(reply.result.get("aborted"))

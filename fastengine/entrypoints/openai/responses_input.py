@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from fastengine.entrypoints.openai.generation import common_fields
 from fastengine.entrypoints.openai.request_types import (
     ChatCompletionRequest,
     ChatMessage,
@@ -146,6 +147,7 @@ def chat_request(body: ResponsesBody, messages: Sequence[ChatMessage]) -> ChatCo
     reasoning = body.reasoning
     with_logprobs = bool(body.include) or bool(body.top_logprobs)
     return ChatCompletionRequest(
+        **common_fields(body),
         messages=list(messages),
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
@@ -165,9 +167,6 @@ def chat_request(body: ResponsesBody, messages: Sequence[ChatMessage]) -> ChatCo
         reasoning_max_tokens=reasoning.max_tokens if reasoning is not None else None,
         chat_template_kwargs=body.chat_template_kwargs,
         enable_thinking=body.enable_thinking,
-        priority=body.priority,
-        timeout_s=body.timeout_s,
-        cache_salt=body.cache_salt,
         stream=body.stream,
     )
 

@@ -11,7 +11,7 @@ from fastengine.entrypoints.openai.endpoint import raise_error
 from fastengine.entrypoints.openai.logprobs import chat_logprobs
 from fastengine.entrypoints.openai.request_types import ChatMessage
 from fastengine.entrypoints.openai.response_types import TokenLogprob
-from fastengine.entrypoints.openai.responses_input import output_messages
+from fastengine.entrypoints.openai.responses_input import output_messages, rename
 from fastengine.entrypoints.openai.responses_output import EventNumbers, Fields, OutputItems
 from fastengine.entrypoints.openai.responses_types import (
     IncompleteDetails,
@@ -27,6 +27,7 @@ from fastengine.entrypoints.openai.responses_types import (
     TextConfig,
     TextFormat,
 )
+from fastengine.entrypoints.renamed_fields import renamed_fields
 from fastengine.entrypoints.responses import EventWriter
 from fastengine.frontend.errors import ApiError
 from fastengine.frontend.text_service import ModelText, TextService
@@ -35,17 +36,14 @@ from fastengine.frontend.text_stream import TextStream, TextUpdate
 
 @dataclass(frozen=True)
 class ResponseJob:
-    """``history`` is the conversation before the answer, without instructions."""
+    """``history`` is the conversation before the answer, without instructions. ``id`` is the response's, ``chat.request_id`` the engine's."""
 
+    id: str
     chat: ChatJob
     body: ResponsesBody
     input_items: list[Item]
     history: list[ChatMessage]
     stored: bool
-
-    @property
-    def id(self) -> str:
-        return self.chat.request_id
 
 
 def new_response(job: ResponseJob) -> ResponseObject:
@@ -124,7 +122,8 @@ class ResponseRun:
 
     async def _updates(self) -> list[TextUpdate]:
         updates = await self._stream.updates()
-        raise_error(updates)
+        with renamed_fields(rename):
+            raise_error(updates, self._job.chat.grammar_param)
         return updates
 
     def _take(self, update: TextUpdate) -> Iterator[tuple[str, Fields]]:

@@ -23,9 +23,11 @@ _ID = re.compile(r"resp_[0-9a-f]{32}")
 
 
 class StoredResponse(msgspec.Struct, kw_only=True):
-    """``history`` is the conversation up to and with the response, without instructions; ``owner`` the process that works on it."""
+    """``history`` is the conversation up to and with the response, without instructions; ``owner`` the process that works on it,
+    ``request_id`` what the engine calls it."""
 
     response: ResponseObject
+    request_id: str
     input_items: list[Item]
     history: list[ChatMessage]
     owner: int

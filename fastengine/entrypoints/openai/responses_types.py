@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from fastengine.entrypoints.openai.request_types import INT32, INT64, MAX_STOP_STRINGS, Count, Probability, StopString, TopCount
+from fastengine.entrypoints.openai.request_types import (
+    INT32,
+    INT64,
+    MAX_STOP_STRINGS,
+    CommonFields,
+    Count,
+    Probability,
+    ReasoningEffort,
+    StopString,
+    TopCount,
+)
 from fastengine.entrypoints.openai.response_types import TokenLogprob
 
 ResponseId = Annotated[str, Meta(pattern=r"^resp_[0-9a-f]{32}$")]
@@ -32,7 +42,7 @@ class TextConfig(msgspec.Struct, kw_only=True):
 class ReasoningConfig(msgspec.Struct, kw_only=True):
     """``effort`` is the chat template's ``reasoning_effort``; there are no summaries."""
 
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto"] | None = None
     max_tokens: Annotated[Count | None, Meta(description="Most tokens of reasoning.")] = None
 
@@ -41,20 +51,18 @@ class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: Annotated[bool | None, Meta(description="There is none, whatever is asked.")] = None
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(CommonFields, kw_only=True):
     """POST /v1/responses"""
 
     input: Annotated[
         str | Annotated[list[Item], Meta(min_length=1)],
         Meta(description="A user's message, or items: messages, function calls and their outputs, reasoning."),
     ]
-    model: str | None = None
     instructions: Annotated[str | None, Meta(description="System prompt; not carried over to later responses.")] = None
     previous_response_id: Annotated[ResponseId | None, Meta(description="A stored response whose conversation this one continues.")] = None
     background: Annotated[bool | None, Meta(description="Reply at once; the response is fetched later.")] = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     max_output_tokens: Count | None = None
-    metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     store: Annotated[bool | None, Meta(description="Keep the response for later requests. Default true.")] = None
@@ -67,18 +75,12 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     top_logprobs: TopCount | None = None
     top_p: Probability | None = None
     truncation: Annotated[Literal["disabled"] | None, Meta(description="A conversation that is too long is refused.")] = None
-    user: Annotated[str | None, Meta(description="The caller's name for its end user; has no effect.")] = None
-    safety_identifier: Annotated[str | None, Meta(description="As user.")] = None
-    prompt_cache_key: Annotated[str | None, Meta(description="Prefixes are found in the cache without it; has no effect.")] = None
     # What OpenAI does not have.
     top_k: Annotated[int, Meta(ge=-1, le=INT32)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     seed: Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None = None
     stop: Union[StopString, Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)], None] = None  # noqa: UP007
-    priority: Annotated[int, Meta(ge=-INT32, le=INT32)] | None = None
-    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
 

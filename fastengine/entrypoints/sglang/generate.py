@@ -13,19 +13,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from fastengine.entrypoints import request_body
+from fastengine.entrypoints.arrival import arrived
 from fastengine.entrypoints.event_json import event_json
 from fastengine.entrypoints.openai.endpoint import raise_error
-from fastengine.entrypoints.openai.generation import Prompt, check_length, check_num_sequences, check_prompt_ids, new_request_id
+from fastengine.entrypoints.openai.generation import Prompt, check_length, check_num_sequences, check_prompt_ids, generate
 from fastengine.entrypoints.openai.logprobs import finite
-from fastengine.entrypoints.openai.refused_fields import refuse_unsupported
+from fastengine.entrypoints.openai.refused_fields import Refused, refused_by
 from fastengine.entrypoints.openai.request_types import GenerationFields
 from fastengine.entrypoints.openai.sampling import sampling_params
 from fastengine.entrypoints.openai.structured import structured_output
 from fastengine.entrypoints.renamed_fields import by_root, renamed_fields
 from fastengine.entrypoints.responses import DONE_EVENT, EventStream, EventWriter, JsonReply, interrupted_by_disconnect
 from fastengine.entrypoints.sglang.generate_types import GenerateBody, GenerateReply, LogprobEntry, MetaInfo, SamplingFields
-from fastengine.frontend.errors import ClientDisconnected, bad_request
+from fastengine.frontend.errors import bad_request
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.request_manager import GenerationStream, SequenceInput
 from fastengine.frontend.text_service import ModelText
@@ -40,22 +40,25 @@ from fastengine.text.tokenizer import Tokenizer
 T = TypeVar("T")
 DEFAULT_MAX_NEW_TOKENS = 128
 # Field -> the values that ask for nothing, next to null.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "audio_data": ([],),
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "custom_logit_processor": (),
-    "data_parallel_rank": (),
-    "image_data": ([],),
-    "input_embeds": ([],),
-    "lora_path": ("",),
-    "modalities": ([],),
-    "return_hidden_states": (False,),
-    "session_params": ({},),
-    "token_ids_logprob": ([],),
-    "video_data": ([],),
-}
+REFUSED: Refused = refused_by(
+    GenerateBody,
+    {
+        "audio_data": ([],),
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "custom_logit_processor": (),
+        "data_parallel_rank": (),
+        "image_data": ([],),
+        "input_embeds": ([],),
+        "lora_path": ("",),
+        "modalities": ([],),
+        "return_hidden_states": (False,),
+        "session_params": ({},),
+        "token_ids_logprob": ([],),
+        "video_data": ([],),
+    },
+)
 # GenerationFields' names -> SGLang's.
 RENAME = by_root(
     {
@@ -77,6 +80,7 @@ class Entry:
     """One prompt of a body and what is wanted of its outputs.
 
     ``logprob_start`` None: no prompt log-probabilities. Not ``with_output``: the engine's one token is left out of the reply.
+    ``grammar_param`` is the field that brought a grammar.
     """
 
     prompt: Prompt
@@ -85,6 +89,7 @@ class Entry:
     logprob_start: int | None
     with_text: bool
     with_output: bool
+    grammar_param: str | None
 
 
 class GenerateEndpoint:
@@ -93,27 +98,21 @@ class GenerateEndpoint:
 
     async def handle(self, request: Request) -> Response:
         front = self._front
-        front.manager.check_accepting()
-        raw = request_body.decode_object(await request_body.read_body(request, front.max_body_bytes))
-        refuse_unsupported(raw, REFUSED)
-        parsed = request_body.parse(raw, GenerateBody, known_elsewhere=REFUSED, strict=front.config.server.strict_fields)
-        body = parsed.value
-        request_id = new_request_id("gen", body.rid)
-        request.state.request_id = request_id
+        new = await arrived(front, request, GenerateBody, REFUSED, "gen", given_id=lambda body: one_of(body, "rid", "request_id"))
+        body, request_id = new.body, new.request_id
+        body.cache_salt = one_of(body, "extra_key", "cache_salt")
         text = await front.text.ready()
         entries, is_batch = await self._entries(body, text)
         batch = Batch(request_id, entries, text, front.engine.status.weight_version)
-        headers = {"X-Request-Id": request_id, **parsed.warning_headers()}
         if body.stream:
-            return EventStream(lambda receive, writer: self._stream(batch, is_batch, body, receive, writer), request_id=request_id, headers=headers)
-        try:
-            async with self._start(batch, body) as stream, interrupted_by_disconnect(request.receive, stream):
-                while not stream.finished:
-                    await batch.take(stream)
-        except ClientDisconnected:
-            return Response(status_code=499)
+            return EventStream(
+                lambda receive, writer: self._stream(batch, is_batch, body, receive, writer), request_id=request_id, headers=new.headers
+            )
+        async with self._start(batch, body) as stream, interrupted_by_disconnect(request.receive, stream):
+            while not stream.finished:
+                await batch.take(stream)
         replies = [output.reply() for output in batch.outputs]
-        return JsonReply(replies if is_batch else replies[0], headers=headers)
+        return JsonReply(replies if is_batch else replies[0], headers=new.headers)
 
     async def _stream(self, batch: Batch, is_batch: bool, body: GenerateBody, receive: Receive, writer: EventWriter) -> None:
         async with self._start(batch, body) as stream, interrupted_by_disconnect(receive, stream):
@@ -130,7 +129,7 @@ class GenerateEndpoint:
                     await writer.write(b"".join(events))
 
     def _start(self, batch: Batch, body: GenerateBody) -> GenerationStream:
-        return self._front.manager.generate(batch.request_id, batch.inputs(), priority=body.priority or 0, cache_salt=body.extra_key or "")
+        return generate(self._front.manager, batch.request_id, batch.inputs(), body)
 
     async def _entries(self, body: GenerateBody, text: ModelText) -> tuple[list[Entry], bool]:
         """(what to generate, whether the reply is a list)"""
@@ -150,14 +149,13 @@ class GenerateEndpoint:
             if fields.max_new_tokens is None:
                 # A default is no reason to refuse a prompt.
                 max_tokens = max(1, min(max_tokens, text.max_model_len - len(prompt.token_ids)))
-            with_output = max_tokens > 0
-            max_tokens = max(1, max_tokens)  # the engine always samples
             check_length(param, len(prompt.token_ids), max_tokens, text.max_model_len)
-            sampling = await self._sampling(fields, text, max_tokens, top if wanted else None)
+            # The engine always samples.
+            grammar_param, sampling = await self._sampling(fields, text, max(1, max_tokens), top if wanted else None)
             first = start if wanted and 0 <= start < len(prompt.token_ids) else None
             if first is not None:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=top)
-            entries.append(Entry(prompt, sampling, fields.n or 1, first, bool(body.return_text_in_logprobs), with_output))
+            entries.append(Entry(prompt, sampling, fields.n or 1, first, bool(body.return_text_in_logprobs), max_tokens > 0, grammar_param))
         return entries, is_list or len(entries) * entries[0].n > 1
 
     async def _prompts(self, body: GenerateBody) -> tuple[str, list[Prompt], bool]:
@@ -179,7 +177,8 @@ class GenerateEndpoint:
         encoded = await asyncio.gather(*(self._front.text.encode(item, "special", param=names[i]) for i, item in enumerate(texts)))
         return "text", [Prompt(row.token_ids, row.text) for row in encoded], isinstance(body.text, list)
 
-    async def _sampling(self, fields: SamplingFields, text: ModelText, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    async def _sampling(self, fields: SamplingFields, text: ModelText, max_tokens: int, logprobs: int | None) -> tuple[str | None, SamplingParams]:
+        """(the field that brought a grammar, the sampling)"""
         same = GenerationFields(
             temperature=fields.temperature,
             top_p=fields.top_p,
@@ -205,9 +204,17 @@ class GenerateEndpoint:
             sampling = sampling_params(same, text, max_tokens=max_tokens, logprobs=logprobs)
             wanted = structured_output(same)
             if wanted is None:
-                return sampling
+                return None, sampling
             await self._front.text.check_grammar(wanted.param, wanted.grammar)
-            return msgspec.structs.replace(sampling, grammar=wanted.grammar)
+            return RENAME(wanted.param), msgspec.structs.replace(sampling, grammar=wanted.grammar)
+
+
+def one_of(body: GenerateBody, name: str, other: str) -> str | None:
+    """The value of a field that has two names. Raises ApiError 400 when both are sent."""
+    value, same = getattr(body, name), getattr(body, other)
+    if value is not None and same is not None:
+        raise bad_request(other, f"is another name of {name}: send one of them")
+    return value if value is not None else same
 
 
 def per_prompt(param: str, value: T | list[T], count: int) -> list[T]:
@@ -333,7 +340,7 @@ class Batch:
             told = output.text.take(update)
             if told is None:
                 continue
-            raise_error([told])
+            raise_error([told], output.entry.grammar_param)
             output.add(told)
             grown.append(output)
             if told.finish_reason is not None and update.finish_reason is None:

@@ -11,6 +11,7 @@ from fastengine.entrypoints.openai.request_types import (
     INT32,
     INT64,
     MAX_STOP_STRINGS,
+    CommonFields,
     Penalty,
     Probability,
     StopString,
@@ -30,7 +31,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="Most tokens to generate; 0: only the prompt is computed. Default 128.")
     ] = None
     min_new_tokens: Annotated[
-        Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="No end of sequence or stop token before this many tokens.")
+        Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="No end of sequence, stop token or stop string before this many tokens.")
     ] = None
     temperature: Annotated[Temperature | None, Meta(description="0 means greedy. Default 1.")] = None
     top_p: Probability | None = None
@@ -56,7 +57,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structural_tag: str | dict[str, Any] | None = None
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
+class GenerateBody(CommonFields, kw_only=True):
     """POST /generate. What may be a list has one entry per prompt."""
 
     text: Annotated[str | list[str] | None, Meta(description="The prompt(s).")] = None
@@ -66,7 +67,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     ] = None
     sampling_params: SamplingFields | list[SamplingFields] | None = None
     rid: Annotated[
-        Annotated[str, Meta(pattern=r"^[!-~]{1,256}$")] | None, Meta(description="The request's own name; several sequences are rid#0, rid#1, ...")
+        Annotated[str, Meta(pattern=r"^[!-~]{1,256}$")] | None,
+        Meta(description="Another name of request_id; several sequences are rid#0, rid#1, ..."),
     ] = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: Annotated[
@@ -75,8 +77,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     top_logprobs_num: TopCount | list[TopCount] | None = None
     return_text_in_logprobs: bool | None = None
     stream: Annotated[bool | None, Meta(description="Answer with server-sent events, each with all of the output so far.")] = None
-    priority: Annotated[Annotated[int, Meta(ge=-INT32, le=INT32)] | None, Meta(description="Lower runs first.")] = None
-    extra_key: Annotated[Annotated[str, Meta(max_length=256)] | None, Meta(description="KV blocks are shared only among equal keys.")] = None
+    extra_key: Annotated[Annotated[str, Meta(max_length=256)] | None, Meta(description="Another name of cache_salt.")] = None
 
 
 # (log-probability, token id, text or null)
