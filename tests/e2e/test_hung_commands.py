@@ -20,7 +20,7 @@ WATCHDOG_S = 2
 STREAMS, TOKENS = 4, 100
 
 # Python runs a file of this name in every process at its start. Here the workers do at some places what a file in DIRECTORY named like the
-# place tells their rank: to stop, or to take their time.
+# place tells their rank: to send themselves a signal, or to take their time.
 SITE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -30,7 +30,10 @@ if any(part.endswith("worker/__main__.py") for part in sys.orig_argv) and "paddl
         if orders.exists():
             rank, what = orders.read_text().split()
             if rank == os.environ["PADDLE_TRAINER_ID"]:
-                os.kill(os.getpid(), signal.SIGSTOP) if what == "stop" else time.sleep(float(what))
+                if what.startswith("SIG"):
+                    os.kill(os.getpid(), signal.Signals[what])
+                else:
+                    time.sleep(float(what))
     def wrap(owner, name, place):
         function = getattr(owner, name)
         def wrapped(*args, **kwargs):
@@ -99,7 +102,7 @@ def test_a_rank_that_hangs_in_a_commit_is_replaced_and_the_caller_told(orders: O
     with ThreadPoolExecutor(1) as pool:
         streams = start_streams(server, pool)
         assert call(server, "/v1/pause", mode="in_place").status_code == 200
-        orders.give("commit", "stop")
+        orders.give("commit", "SIGSTOP")
         reply = call(server, "/v1/update_weights", model_path=str(TINY), version="new")
         orders.take_back("commit")
         assert reply.status_code == 503, reply.text
@@ -121,10 +124,27 @@ def test_a_rank_that_hangs_in_a_commit_is_replaced_and_the_caller_told(orders: O
 
 
 @pytest.mark.parametrize("orders", [1], ids=["one rank"], indirect=True)
+def test_a_rank_that_dies_in_a_commit_leaves_the_old_weights(orders: Orders) -> None:
+    server = orders.server
+    undisturbed, checksum = stream_all(server, STREAMS, TOKENS), call(server, "/v1/weights_checksum").json()["result"]
+    assert call(server, "/v1/pause").status_code == 200
+    orders.give("commit", "SIGKILL")
+    reply = call(server, "/v1/update_weights", model_path=str(TINY), version="new")
+    orders.take_back("commit")
+    assert reply.status_code == 503, reply.text
+    lost = "the workers were lost (a worker process was killed from outside (no error in its log)) and are being started again"
+    assert reply.json()["error"]["message"] == f"{lost}; {TINY} was not loaded, and version {checksum['weight_version']} is loaded again"
+    wait_ready(server)
+    assert call(server, "/v1/weights_checksum").json()["result"] == checksum
+    assert call(server, "/v1/resume").status_code == 200
+    assert stream_all(server, STREAMS, TOKENS) == undisturbed
+
+
+@pytest.mark.parametrize("orders", [1], ids=["one rank"], indirect=True)
 def test_a_wakeup_that_hangs_leaves_the_server_asleep(orders: Orders) -> None:
     server = orders.server
     assert call(server, "/v1/sleep").status_code == 200
-    orders.give("wakeup", "stop")
+    orders.give("wakeup", "SIGSTOP")
     reply = call(server, "/v1/wakeup")
     orders.take_back("wakeup")
     assert reply.status_code == 503, reply.text
@@ -140,7 +160,7 @@ def test_a_rank_that_hangs_in_a_load_is_noticed_after_its_caller_was_told_504(or
     server = orders.server
     crashes = server.metric("worker_crashes_total")
     assert call(server, "/v1/pause").status_code == 200
-    orders.give("prepare", "stop")
+    orders.give("prepare", "SIGSTOP")
     reply = call(server, "/v1/update_weights", version="new", timeout_s=WATCHDOG_S / 4)
     orders.take_back("prepare")
     assert reply.status_code == 504, reply.text
