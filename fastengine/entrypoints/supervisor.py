@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # An API process (or engine) that dies more often than this within a minute is not started again.
 MAX_RESTARTS_PER_MINUTE = 5
+# What clients get to read that the engine is gone, when the server ends with it.
+FAREWELL_S = 3.0
 LISTEN_BACKLOG = 2048
 EXIT_KILLED = 130
 
@@ -98,6 +100,7 @@ class Supervisor:
         self._last_state = ""
         self._log_level: str | None = None
         self._stopping = False
+        self._engine_failed = False  # for good: only the API processes' last replies are waited for
         self._exit_code: int | None = None
         self._kill_at: float | None = None
         signs = LifeSigns(self._runtime, config.server.api_workers, create=True)
@@ -158,7 +161,10 @@ class Supervisor:
                 if not self._stopping:
                     self._api_died(index, process.pid, process.returncode)
         engine_code = self._engine.process.poll()
-        if engine_code is not None and self._exit_code is None:
+        if self._engine_failed:
+            if not self._apis:
+                self._exit_code = 1
+        elif engine_code is not None and self._exit_code is None:
             self._engine_ended(engine_code)
         elif self._stopping and not self._apis:
             self._engine.end()
@@ -178,7 +184,7 @@ class Supervisor:
             self._fail(f"API process {index} died {MAX_RESTARTS_PER_MINUTE} times within a minute")
 
     def _engine_ended(self, code: int) -> None:
-        if self._stopping:
+        if self._stopping and not (self._apis and self._was_ready):
             self._exit_code = 0 if code == 0 else 1
             return
         hung = self._hung.pop(self._engine.process.pid, None)
@@ -187,11 +193,20 @@ class Supervisor:
         self._tell_apis(EngineStatus(state="failed", message=f"the engine process ended ({how})"))
         self._forget_status()
         self._engine.close()
-        if self._was_ready and self.config.server.restart_engine and self._may_restart("engine"):
+        if self._was_ready and not self._stopping and self.config.server.restart_engine and self._may_restart("engine"):
             logger.error("the engine process died (%s) and is started again", how)
             self._engine = self._start_engine()
         else:
             self._fail(f"the engine process ended ({how}){'' if hung else _where_to_look(code)}")
+            if self._was_ready and self._apis:
+                self._let_apis_answer()
+
+    def _let_apis_answer(self) -> None:
+        """The engine is gone for good, and the API processes know: their clients hear of it before they end."""
+        self._engine_failed, self._exit_code = True, None
+        self._kill_at = time.monotonic() + FAREWELL_S
+        if not self._stopping:
+            self._end_apis()
 
     def _may_restart(self, name: str) -> bool:
         return self._restarts.setdefault(name, Restarts()).allow()
@@ -278,14 +293,18 @@ class Supervisor:
         """API processes stop accepting and finish what runs; the engine ends after the last of them."""
         if self._stopping:
             return
-        self._stopping = True
         logger.info("stopping: running requests have %.0f s to finish (Ctrl-C again to kill)", self.config.server.shutdown_timeout)
         self._kill_at = time.monotonic() + self.config.server.shutdown_timeout + STOP_MARGIN_S
+        self._end_apis()
+        if not self._apis or not self._was_ready:
+            self._engine.terminate()
+
+    def _end_apis(self) -> None:
+        """They stop accepting and end when the last of their requests has."""
+        self._stopping = True
         self._listener.close()
         for process in self._apis.values():
             process.terminate()
-        if not self._apis or not self._was_ready:
-            self._engine.terminate()
 
     def _hurry(self) -> None:
         """A second SIGTERM: running requests are told that it is over, and everything ends as soon as it can."""

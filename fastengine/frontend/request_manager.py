@@ -28,6 +28,7 @@ from fastengine.frontend.request_traces import RequestTrace, RequestTraces
 from fastengine.protocol.outputs import (
     DUPLICATE_ID,
     FINISH_ABORT,
+    FINISH_ERROR,
     FINISH_STOP,
     EngineError,
     EngineStatus,
@@ -331,13 +332,15 @@ class RequestManager:
         records = list(stream._live.values())
         stream._live.clear()
         if records:
-            self._drop(records)
+            cause = stream._interruption
+            failed = EngineError(cause.status, cause.message) if isinstance(cause, ApiError) else None
+            self._drop(records, error=failed)
 
-    def _drop(self, records: list[RequestRecord], reason: Literal["abort", "stop"] = FINISH_ABORT) -> None:
+    def _drop(self, records: list[RequestRecord], reason: Literal["abort", "stop"] = FINISH_ABORT, error: EngineError | None = None) -> None:
         self._engine.abort([record.handle for record in records], reason)
         for record in records:
             if record.sent is not None:
-                self._remember(record.sent, reason)
+                self._remember(record.sent, reason if error is None else FINISH_ERROR, error)
             self._forget(record)
 
     def _remember(self, sent: SentRequest, reason: FinishReason, error: EngineError | None = None) -> None:

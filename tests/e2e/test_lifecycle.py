@@ -159,6 +159,27 @@ def test_kill_9_of_supervisor_or_engine_leaves_nothing(victim: str) -> None:
             assert "somebody killed it" in server.output()
 
 
+@pytest.mark.parametrize("draining", [False, True], ids=["serving", "draining"])
+def test_a_server_that_ends_with_its_engine_tells_its_clients_first(draining: bool) -> None:
+    body = {"model": "default", "prompt": [5, 6], "max_tokens": 200, "ignore_eos": True}
+    slow = ("--load-format", "null", "--null-step-time", "0.05")
+    with running_server(TINY, *FLAGS, *slow, "--api-workers", "2") as server, ThreadPoolExecutor(7) as pool:
+        whole = [pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=30) for _ in range(7)]
+        with httpx.stream("POST", server.url + "/v1/completions", json={**body, "stream": True}, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            wait_until(lambda: server.metric("num_requests_running") == 8, 10, "eight running requests")
+            if draining:
+                server.process.send_signal(signal.SIGTERM)
+                wait_until(lambda: "stopping" in server.output(), 10, "the beginning of the end")
+            os.kill(server.find("fastengine.engine --"), signal.SIGKILL)
+            rest = "".join(lines)
+        assert "the engine has failed" in rest
+        assert [call.result().status_code for call in whole] == [503] * 7
+        assert server.wait_exit(GONE_WITHIN_S) == 1
+        assert "did not end in time" not in server.output()
+
+
 def test_a_worker_that_dies_at_start_ends_the_command_with_its_own_error(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(TINY, broken)

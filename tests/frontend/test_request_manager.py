@@ -87,13 +87,19 @@ def test_what_a_dead_engine_leaves_unsaid_is_reported_by_its_client(engine, tmp_
             assert list(tmp_path.iterdir()) == []
             manager.on_status(ready, failed)
             manager.on_status(failed, EngineStatus(state="starting"))  # its successor
+        manager.on_status(failed, ready)
+        manager.on_status(ready, msgspec.structs.replace(failed, message="killed again"))
 
     run(test())
-    (file,) = tmp_path.iterdir()
+    file, later = sorted(tmp_path.iterdir())
     head = json.loads(file.read_text().splitlines()[0])
     assert (head["what"], head["reason"]) == ("engine", "killed")
     found = {r.request_id: (r.state, r.finish_reason, r.output_token_ids) for r in read_requests(file)}
     assert found == {"left": ("finished", "stop", []), "done": ("finished", "stop", [7, 8, 5]), "live": ("running", None, [9])}
+    live = next(r for r in read_requests(later) if r.request_id == "live")
+    assert (live.state, live.finish_reason, live.output_token_ids) == ("finished", "error", [9])
+    assert live.error is not None
+    assert "the engine has failed: killed" in str(live.error)
 
 
 def test_unread_news_merge_into_one_update(engine, manager):
