@@ -102,9 +102,10 @@ class ServerRoutes:
         return JsonReply(self._front.config.flat())
 
     async def load(self, request: Request) -> JsonReply:
-        """What this API process has open."""
-        manager = self._front.manager
-        return JsonReply({"api_worker": self._front.engine.client_index, "streams": manager.num_streams, "sequences": manager.num_sequences})
+        """What the API processes have open, in all and each; ``server_load`` is vLLM's name of ``streams``."""
+        workers = list(self._front.board.read())
+        streams, sequences = sum(load.streams for load in workers), sum(load.sequences for load in workers)
+        return JsonReply({"server_load": streams, "streams": streams, "sequences": sequences, "api_workers": workers})
 
 
 def paddle_version() -> str | None:

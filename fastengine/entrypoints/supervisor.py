@@ -40,7 +40,7 @@ from fastengine.protocol.supervision import ClientCheck, EngineCheck
 
 logger = logging.getLogger(__name__)
 
-# An API process (or engine) that dies more often than this within a minute is not started again.
+# An API process (or engine) that dies more often than this within a minute is not started again, and the server ends.
 MAX_RESTARTS_PER_MINUTE = 5
 # What clients get to read that the engine is gone, when the server ends with it.
 FAREWELL_S = 3.0
@@ -66,7 +66,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Restarts:
-    """How often one process was started again lately."""
+    """How often one process died within the last minute."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque()
@@ -77,6 +77,9 @@ class Restarts:
             self._times.popleft()
         self._times.append(now)
         return len(self._times) <= MAX_RESTARTS_PER_MINUTE
+
+    def __str__(self) -> str:
+        return f"it died {len(self._times)} times within a minute, and is started again {MAX_RESTARTS_PER_MINUTE} times a minute at most: the server ends"
 
 
 class Supervisor:
@@ -181,7 +184,7 @@ class Supervisor:
         elif self._may_restart(f"api-{index}"):
             self._start_api(index)
         else:
-            self._fail(f"API process {index} died {MAX_RESTARTS_PER_MINUTE} times within a minute")
+            self._fail(f"API process {index}: {self._restarts[f'api-{index}']}")
 
     def _engine_ended(self, code: int) -> None:
         if self._stopping and not (self._apis and self._was_ready):
@@ -193,11 +196,13 @@ class Supervisor:
         self._tell_apis(EngineStatus(state="failed", message=f"the engine process ended ({how})"))
         self._forget_status()
         self._engine.close()
-        if self._was_ready and not self._stopping and self.config.server.restart_engine and self._may_restart("engine"):
+        to_restart = self._was_ready and not self._stopping and self.config.server.restart_engine
+        if to_restart and self._may_restart("engine"):
             logger.error("the engine process died (%s) and is started again", how)
             self._engine = self._start_engine()
         else:
-            self._fail(f"the engine process ended ({how}){'' if hung else _where_to_look(code)}")
+            too_often = f"; {self._restarts['engine']}" if to_restart else ""
+            self._fail(f"the engine process ended ({how}){'' if hung else _where_to_look(code)}{too_often}")
             if self._was_ready and self._apis:
                 self._let_apis_answer()
 

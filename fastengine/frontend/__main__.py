@@ -22,6 +22,7 @@ from fastengine.frontend.evidence import RequestHistory
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.http_metrics import HttpMetrics
 from fastengine.frontend.http_server import HttpServer
+from fastengine.frontend.load_board import LoadBoard
 from fastengine.frontend.request_manager import RequestManager
 from fastengine.frontend.request_traces import RequestTraces
 from fastengine.frontend.text_service import ModelText, TextService, load_model_text
@@ -38,16 +39,17 @@ GC_THRESHOLDS = (20_000, 20, 20)
 def build_front_end(config: EngineConfig, runtime_dir: RuntimeDir, client_index: int) -> FrontEnd:
     engine = EngineClient(runtime_dir, client_index, config.server.api_workers)
     traces = RequestTraces.of(config, runtime_dir.instance_id, client_index)
-    server = config.server
+    server, board = config.server, LoadBoard(runtime_dir, client_index)
     manager = RequestManager(
         engine,
         default_timeout_s=server.request_timeout,
         reject_while_paused=server.reject_while_paused,
         traces=traces,
         history=RequestHistory.of(config, runtime_dir.instance_id, client_index),
+        board=board,
     )
     text = TextService(lambda: load_model_text(config.model), engine.prepare_grammar)
-    return FrontEnd(config, engine, manager, text, HttpMetrics(runtime_dir, client_index), traces)
+    return FrontEnd(config, engine, manager, text, HttpMetrics(runtime_dir, client_index), board, traces)
 
 
 async def serve(front: FrontEnd, listener: socket.socket) -> int:

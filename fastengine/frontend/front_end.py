@@ -10,6 +10,7 @@ from fastengine.config import EngineConfig
 from fastengine.frontend.engine_client import EngineClient
 from fastengine.frontend.errors import engine_unavailable
 from fastengine.frontend.http_metrics import HttpMetrics
+from fastengine.frontend.load_board import LoadBoard
 from fastengine.frontend.request_manager import RequestManager
 from fastengine.frontend.request_traces import RequestTraces
 from fastengine.frontend.text_service import ModelText, TextService
@@ -25,6 +26,7 @@ class FrontEnd:
     manager: RequestManager
     text: TextService
     http_metrics: HttpMetrics
+    board: LoadBoard
     traces: RequestTraces | None = None  # what --otlp-endpoint asks for
     started_s: float = field(default_factory=time.time)
 

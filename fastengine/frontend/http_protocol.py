@@ -79,12 +79,15 @@ class TimedProtocol(HttpToolsProtocol):
         *,
         read_timeout_s: float,
         max_connections: int,
+        on_made: Callable[[asyncio.Protocol], int],
         on_all_closed: Callable[[], None],
     ):
-        """``on_all_closed`` is called whenever the last open connection has been closed."""
+        """``on_made(self)`` is told of the connection, and returns how many are open that are not made yet; ``on_all_closed`` is called
+        whenever the last open connection has been closed."""
         super().__init__(config, server_state, app_state, _loop)
         self._read_timeout_s = read_timeout_s
         self._max_connections = max_connections
+        self._on_made = on_made
         self._on_all_closed = on_all_closed
         self._clock: ReadClock | None = None
         self._alarm: asyncio.TimerHandle | None = None
@@ -92,7 +95,7 @@ class TimedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self._max_connections:
+        if len(self.connections) + self._on_made(self) > self._max_connections:
             self._refuse(ApiError(503, f"{self._max_connections} connections are open, the most this server takes", retry_after_s=1))
         else:
             self._start_clock()

@@ -17,6 +17,7 @@ import uvicorn
 
 from fastengine.config import ServerConfig
 from fastengine.frontend.http_protocol import TimedProtocol
+from fastengine.frontend.tls_door import TlsDoor
 
 logger = logging.getLogger(__name__)
 # Longer than most clients and load balancers keep an idle connection, so that they close it, not we.
@@ -25,6 +26,8 @@ KEEP_ALIVE_S = 75
 MAX_HANDSHAKE_S = 10.0
 # After the drain's end, how long replies that say so get to be sent, and requests that hang on to be cancelled.
 LAST_WORDS_S = 1.0
+# So many connections past the bound still get through their TLS handshake, to be told so with a 503.
+TOLD_SO = 64
 # Descriptors for anything but connections.
 SPARE_DESCRIPTORS = 128
 
@@ -48,10 +51,13 @@ class HttpServer(uvicorn.Server):
         self._handshake_s = min(server.request_read_timeout, MAX_HANDSHAKE_S)
         self._begin_shutdown = begin_shutdown
         self._end_requests = end_requests
+        self._max_connections = allowed_connections(server.max_connections)
+        self._doors: list[TlsDoor] = []
         protocol = functools.partial(
             TimedProtocol,
             read_timeout_s=server.request_read_timeout,
-            max_connections=allowed_connections(server.max_connections),
+            max_connections=self._max_connections,
+            on_made=self._connection_made,
             on_all_closed=self._connections_closed,
         )
         config = uvicorn.Config(
@@ -74,14 +80,34 @@ class HttpServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on ``sockets``. A connection is seen by the protocol, and its bounds, only when its TLS handshake is over: that has its own."""
-        config = self.config
-        protocol = functools.partial(config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state)
-        bound, loop = None if config.ssl is None else self._handshake_s, asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(protocol, sock=one, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=bound) for one in sockets or ()
-        ]
+        """Listen on ``sockets``; with TLS connections come through a :class:`TlsDoor`."""
+        config, loop = self.config, asyncio.get_running_loop()
+        protocol: Callable[[], asyncio.Protocol] = functools.partial(
+            config.http_protocol_class,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self.servers = []
+        for one in sockets or ():
+            if config.ssl is None:
+                self.servers.append(await loop.create_server(protocol, sock=one, backlog=config.backlog))
+            else:
+                door = TlsDoor(one, config.ssl, protocol, handshake_timeout_s=self._handshake_s, has_room=self._has_room)
+                self._doors.append(door)
+                door.open()
         self.started = True
+
+    def _connection_made(self, protocol: asyncio.Protocol) -> int:
+        for door in self._doors:
+            door.passed(protocol)
+        return self._num_handshakes()
+
+    def _num_handshakes(self) -> int:
+        return sum(len(door.waiting) for door in self._doors)
+
+    def _has_room(self) -> bool:
+        return len(self.server_state.connections) + self._num_handshakes() < self._max_connections + TOLD_SO
 
     async def main_loop(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -95,6 +121,8 @@ class HttpServer(uvicorn.Server):
             listening.close()
         for sock in sockets or []:
             sock.close()
+        for door in self._doors:
+            door.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
         self._begin_shutdown()

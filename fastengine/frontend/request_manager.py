@@ -24,6 +24,7 @@ import numpy as np
 from fastengine.frontend.engine_client import EngineClient
 from fastengine.frontend.errors import ApiError, engine_unavailable
 from fastengine.frontend.evidence import RequestHistory, SentRequest
+from fastengine.frontend.load_board import LoadBoard
 from fastengine.frontend.request_traces import RequestTrace, RequestTraces
 from fastengine.protocol.outputs import (
     DUPLICATE_ID,
@@ -209,10 +210,13 @@ class RequestManager:
         reject_while_paused: bool = False,
         traces: RequestTraces | None = None,
         history: RequestHistory | None = None,
+        board: LoadBoard | None = None,
     ):
-        """``traces`` None: nobody looks at spans, and none are made; ``history`` None: nobody wants reports of crashes."""
+        """``traces`` None: nobody looks at spans, and none are made; ``history`` None: nobody wants reports of crashes; ``board``
+        None: nobody asks what is open."""
         self._engine = engine
         self._history = history
+        self._board = board
         self._traces = traces
         self._default_timeout_s = default_timeout_s
         self._reject_while_paused = reject_while_paused
@@ -316,6 +320,7 @@ class RequestManager:
             stream._live[request.index] = record
             self._records[request.handle] = record
         timeout_s = requests[0].timeout_s
+        self._show_load()
         if timeout_s is not None:
             reason = ApiError(504, f"the engine gave no answer within the request's timeout of {timeout_s:g} s")
             stream._deadline = asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, stream.interrupt, reason)
@@ -335,6 +340,7 @@ class RequestManager:
             cause = stream._interruption
             failed = EngineError(cause.status, cause.message) if isinstance(cause, ApiError) else None
             self._drop(records, error=failed)
+        self._show_load()
 
     def _drop(self, records: list[RequestRecord], reason: Literal["abort", "stop"] = FINISH_ABORT, error: EngineError | None = None) -> None:
         self._engine.abort([record.handle for record in records], reason)
@@ -350,6 +356,11 @@ class RequestManager:
     def _forget(self, record: RequestRecord) -> None:
         del self._records[record.handle]
         self._ids.discard(record.request_id)
+        self._show_load()
+
+    def _show_load(self) -> None:
+        if self._board is not None:
+            self._board.show(streams=self.num_streams, sequences=self.num_sequences)
 
     # -- called by the engine client ----------------------------------------------------------
 

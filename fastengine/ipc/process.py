@@ -28,6 +28,17 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
         sys.exit(f"parent process {parent_pid} is gone")
 
 
+def is_alive(pid: int) -> bool:
+    """Whether there is a process ``pid``, somebody else's included."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def wake_without_preempting() -> None:
     """Have the kernel give this thread a core that is free, or when whoever runs there pauses, but take none away at its waking.
 

@@ -57,6 +57,24 @@ def test_sigterm_finishes_running_requests_and_exits_0() -> None:
         expect_all_gone(pids, runtime_dir)
 
 
+def test_an_api_process_that_keeps_dying_ends_the_server_which_says_so() -> None:
+    with running_server(TINY, *FLAGS, "--load-format", "null") as server:
+        pids, runtime_dir = list(server.tree()), server.runtime_dir()
+        died: set[int] = set()
+        for _ in range(6):
+            wait_until(lambda: not died.issuperset(api_processes(server)), 20, "another API process")
+            (pid,) = set(api_processes(server)) - died
+            os.kill(pid, signal.SIGKILL)
+            died.add(pid)
+        assert server.wait_exit() == 1
+        assert "API process 0: it died 6 times within a minute, and is started again 5 times a minute at most: the server ends" in server.output()
+        expect_all_gone(pids, runtime_dir)
+
+
+def api_processes(server: Server) -> list[int]:
+    return [pid for pid, command in server.tree().items() if "fastengine.frontend" in command]
+
+
 def test_a_second_ctrl_c_kills() -> None:
     with running_server(TINY, *FLAGS, "--shutdown-timeout", "60") as server:
         pids, runtime_dir = list(server.tree()), server.runtime_dir()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
+import numpy as np
 import pytest
 
 from tests.frontend.harness import model_text
+from tests.server import wait_until
 
 
 def test_health_says_what_is_true(start_server):
@@ -56,6 +59,32 @@ def test_metrics_are_exact_from_any_api_process(start_server):
         assert 'fastengine:http_requests_total{route="/v1/models/{name:path}",status="404"} 1' in lines
         assert "fastengine:num_requests_running 0" in lines
         assert "fastengine:engine_up 1" in lines
+
+
+def test_load_is_that_of_all_processes_from_any_of_them(start_server):
+    first = start_server()
+    second = start_server(engine=False, index=1, runtime=first.runtime, wait=False).wait_ready()
+    first.engine.step_s = 0.01
+    long = {"prompt": "x", "max_tokens": 4000, "stream": True}
+
+    def loads() -> list[list[tuple[int, int]]]:
+        """As each of the two says: in all, the first's, the second's."""
+        seen = [server.http.get("/load").json() for server in (first, second)]
+        assert [load["server_load"] for load in seen] == [load["streams"] for load in seen]
+        assert [[row["api_worker"] for row in load["api_workers"]] for load in seen] == [[0, 1]] * 2
+        return [[(row["streams"], row["sequences"]) for row in (load, *load["api_workers"])] for load in seen]
+
+    idle = [[(0, 0)] * 3] * 2
+    assert loads() == idle
+    with contextlib.ExitStack() as running:
+        for server, fields in ((first, {}), (second, {}), (second, {"n": 3})):
+            reply = running.enter_context(server.http.stream("POST", "/v1/completions", json={**long, **fields}))
+            assert reply.status_code == 200
+        assert loads() == [[(3, 5), (1, 1), (2, 4)]] * 2
+    wait_until(lambda: loads() == idle, 10, "the end of all requests")
+    # What a dead process had open is no load.
+    np.array([2**22 + 1, 7, 7], "<i8").tofile(first.runtime.file("load.1"))
+    assert first.http.get("/load").json()["api_workers"] == [{"api_worker": 0, "streams": 0, "sequences": 0}]
 
 
 def test_metrics_without_an_engine(start_server, monkeypatch):

@@ -19,6 +19,7 @@ from fastengine.frontend.engine_client import EngineClient
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.http_metrics import HttpMetrics
 from fastengine.frontend.http_server import HttpServer
+from fastengine.frontend.load_board import LoadBoard
 from fastengine.frontend.request_manager import RequestManager
 from fastengine.frontend.text_service import ModelText, TextService
 from fastengine.ipc.runtime_dir import RuntimeDir
@@ -110,8 +111,9 @@ class ApiServer:
         self.engine = FakeEngine(self.runtime) if engine else None
         client = EngineClient(self.runtime, index)
         server = self.config.server
-        manager = RequestManager(client, default_timeout_s=server.request_timeout, reject_while_paused=server.reject_while_paused)
-        self.front = FrontEnd(self.config, client, manager, TextService(load, client.prepare_grammar), HttpMetrics(self.runtime, index))
+        board = LoadBoard(self.runtime, index)
+        manager = RequestManager(client, default_timeout_s=server.request_timeout, reject_while_paused=server.reject_while_paused, board=board)
+        self.front = FrontEnd(self.config, client, manager, TextService(load, client.prepare_grammar), HttpMetrics(self.runtime, index), board)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._started = threading.Event()

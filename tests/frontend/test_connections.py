@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import select
@@ -13,13 +15,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from fastengine.frontend.http_server import SPARE_DESCRIPTORS, allowed_connections
+from fastengine.frontend.http_server import SPARE_DESCRIPTORS, TOLD_SO, allowed_connections
 from tests.frontend.harness import ApiServer
 from tests.frontend.test_disconnect import CHAT, open_request
+from tests.server import wait_until
 
 COMPLETION = {"prompt": "x", "max_tokens": 3}
 LONG = {"prompt": "hi", "max_tokens": 4000, "ignore_eos": True}
@@ -55,20 +59,90 @@ def is_closed(connection: socket.socket, within_s: float) -> bool:
     return bool(ready) and connection.recv(65536) == b""
 
 
-def test_a_tls_handshake_has_a_bound_of_its_own() -> None:
-    # Made for these tests, and good for nothing else.
+@contextlib.contextmanager
+def tls_server(**flags: Any) -> Iterator[tuple[ApiServer, httpx.Client]]:
+    """A server whose certificate was made for these tests, and is good for nothing else, and a client that trusts it."""
     certificate, key = TLS / "cert.pem", TLS / "key.pem"
     directory = tempfile.TemporaryDirectory()  # pytest's have names too long for sockets
-    server = ApiServer(Path(directory.name), ssl_certfile=str(certificate), ssl_keyfile=str(key), request_read_timeout=0.5)
+    server = ApiServer(Path(directory.name), ssl_certfile=str(certificate), ssl_keyfile=str(key), **flags)
     try:
-        silent = [connect(server) for _ in range(3)]
-        with httpx.Client(base_url=server.url.replace("http:", "https:"), verify=ssl.create_default_context(cafile=str(certificate))) as client:
-            assert client.get("/health").status_code in (200, 503)  # before its engine is there, or after
-        # Far below the minute that is asyncio's own bound.
-        assert all(is_closed(connection, 20) for connection in silent)
+        trust = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(base_url=server.url.replace("http:", "https:"), verify=trust, timeout=20) as client:
+            yield server, client
     finally:
         server.stop()
         directory.cleanup()
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def event_loop_kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both that an API process may run on: they shake hands each in its own way."""
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(pytest.importorskip("uvloop").EventLoopPolicy() if request.param == "uvloop" else asyncio.DefaultEventLoopPolicy())
+    yield
+    asyncio.set_event_loop_policy(before)
+
+
+@pytest.mark.usefixtures("event_loop_kind")
+def test_a_tls_handshake_has_a_bound_of_its_own() -> None:
+    with tls_server(request_read_timeout=0.5) as (server, client):
+        silent = [connect(server) for _ in range(3)]
+        assert client.get("/health").status_code in (200, 503)  # before its engine is there, or after
+        # Far below the minute that is asyncio's own bound.
+        assert all(is_closed(connection, 20) for connection in silent)
+
+
+@pytest.mark.usefixtures("event_loop_kind")
+def test_tls_handshakes_count_as_connections() -> None:
+    with tls_server(max_connections=3, request_read_timeout=20) as (server, client):
+        assert client.get("/version").status_code == 200  # it is kept open: one of three
+        silent = [connect(server) for _ in range(2)]
+        with httpx.Client(base_url=client.base_url, verify=False) as one_more:
+            reply = one_more.get("/version")
+        assert (reply.status_code, reply.headers["connection"]) == (503, "close")
+        assert client.get("/version").status_code == 200
+        silent += [connect(server) for _ in range(TOLD_SO + 2)]
+        # No hand is shaken any more: the newest are closed at once.
+        assert is_closed_or_reset(silent[-1], 10)
+        assert not is_closed_or_reset(silent[0], 0)
+        for connection in silent:
+            connection.close()
+        wait_until(lambda: server.on_loop(server.server._num_handshakes) == 0, 10, "the end of all handshakes")
+        with httpx.Client(base_url=client.base_url, verify=False) as one_more:
+            assert one_more.get("/version").status_code == 200
+
+
+@pytest.mark.usefixtures("event_loop_kind")
+def test_what_comes_with_the_handshakes_end_is_not_lost() -> None:
+    with tls_server() as (server, _):
+        context = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
+        for _ in range(5):
+            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+            shaking = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+            with connect(server) as connection:
+                while True:
+                    try:
+                        shaking.do_handshake()
+                        break
+                    except ssl.SSLWantReadError:
+                        connection.sendall(outgoing.read())
+                        incoming.write(connection.recv(65536))
+                shaking.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+                connection.sendall(outgoing.read())  # the last words of the handshake, and the request
+                reply = b""
+                while not reply.endswith(b"}"):
+                    incoming.write(connection.recv(65536))
+                    with contextlib.suppress(ssl.SSLWantReadError):
+                        while piece := shaking.read(65536):
+                            reply += piece
+                assert reply.startswith(b"HTTP/1.1 200")
+
+
+def is_closed_or_reset(connection: socket.socket, within_s: float) -> bool:
+    try:
+        return is_closed(connection, within_s)
+    except ConnectionResetError:
+        return True
 
 
 def answers(server: ApiServer) -> bool:

@@ -25,6 +25,7 @@ from fastengine.entrypoints.responses import EventStream, EventWriter, JsonReply
 from fastengine.frontend.errors import ApiError, bad_request
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.text_service import ModelText
+from fastengine.ipc.process import is_alive
 from fastengine.protocol.control import AbortRequests
 
 logger = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ class ResponsesEndpoint:
         except ApiError as error:
             raise ApiError(error.status, f"{param}: {error.message}", param=param, code=error.code) from None
         response = record.response
-        if response.status == "in_progress" and not _is_alive(record.owner):
+        if response.status == "in_progress" and not is_alive(record.owner):
             response.status, response.error = "failed", ResponseFailure(code="server_error", message="the process that worked on it died")
         return record
 
@@ -213,13 +214,3 @@ class ResponsesEndpoint:
 async def never() -> Message:
     """Receives nothing: a response in the background has no client that could go away."""
     return await asyncio.get_running_loop().create_future()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
