@@ -101,7 +101,7 @@ void logprob_row(const LogprobArgs& a, int64_t r, const float* logits, char* scr
   if (a.k == 0) return;
   const int64_t padded = ceil_div(a.vocab_size, 16) * 16;
   float* const values = reinterpret_cast<float*>(scratch);
-  Candidates c{values, reinterpret_cast<int32_t*>(values + padded), values + 2 * padded, 0};
+  Candidates c{values, reinterpret_cast<int32_t*>(values + padded), values + 2 * padded, 0, values + 3 * padded};
   for (float threshold = -2.0f; c.count < a.k; threshold *= 2.0f) {
     gather_candidates(logits, a.vocab_size, base, 1.0f, threshold > -60.0f ? threshold : lowest, &c);
   }

@@ -8,7 +8,7 @@ namespace fastengine {
 namespace FE_ISA {
 
 // Scratch of sample_row and logprob_row.
-FE_INLINE int64_t row_scratch_bytes(int64_t vocab_size) { return 12 * (ceil_div(vocab_size, 16) * 16); }
+FE_INLINE int64_t row_scratch_bytes(int64_t vocab_size) { return 20 * (ceil_div(vocab_size, 16) * 16); }
 
 int32_t sample_row(const SampleArgs& args, int64_t row, char* scratch);
 // `seen` [vocab_size] is zero everywhere before and after: 1 + the token's count in the output, once it was met.

@@ -45,13 +45,36 @@ Vec row_weights(const Row& row, int64_t i, int64_t lanes) {
 double piece_mass(const Row& row, int64_t piece) {
   const int64_t begin = piece * kPiece, end = min_i(row.size, begin + kPiece);
   Vec total = vzero();
-  for (int64_t i = begin; i < end; i += kLanes) total = vadd(total, row_weights(row, i, min_i(kLanes, end - i)));
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) total = vadd(total, vexp(scaled(vload(row.logits + i), vset(row.maximum), vset(row.inverse_temperature))));
+  if (i < end) total = vadd(total, row_weights(row, i, end - i));
   return static_cast<double>(vsum(total));
 }
 
-double total_mass(const Row& row) {
+// Scaled logits at which a row is cut to look for its nucleus.
+constexpr int kCuts = 6;
+constexpr float kCutAt[kCuts] = {-1.5f, -3.0f, -5.0f, -7.0f, -10.0f, -14.0f};
+
+// The row's whole mass, and of it what is at each cut or above.
+double masses_at_cuts(const Row& row, double* at_cut) {
   double total = 0.0;
-  for (int64_t piece = 0; piece < ceil_div(row.size, kPiece); ++piece) total += piece_mass(row, piece);
+  for (int i = 0; i < kCuts; ++i) at_cut[i] = 0.0;
+  for (int64_t begin = 0; begin < row.size; begin += kPiece) {
+    const int64_t end = min_i(row.size, begin + kPiece);
+    Vec all = vzero(), sums[kCuts];
+    for (Vec& sum : sums) sum = vzero();
+    const auto add = [&](Vec logits, int64_t lanes) {
+      const Vec values = scaled(logits, vset(row.maximum), vset(row.inverse_temperature));
+      const Vec weights = lanes == kLanes ? vexp(values) : vkeep_n(vexp(values), lanes, vzero());
+      all = vadd(all, weights);
+      for (int cut = 0; cut < kCuts; ++cut) sums[cut] = add_where_ge(sums[cut], weights, values, vset(kCutAt[cut]));
+    };
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) add(vload(row.logits + i), kLanes);
+    if (i < end) add(vload_n(row.logits + i, end - i), end - i);
+    total += static_cast<double>(vsum(all));
+    for (int cut = 0; cut < kCuts; ++cut) at_cut[cut] += static_cast<double>(vsum(sums[cut]));
+  }
   return total;
 }
 
@@ -106,7 +129,7 @@ int32_t pick_of_many(const Candidates& c, double point) {
   double passed = 0.0;
   int64_t begin = 0;
   for (; begin + kSumPiece < c.count; begin += kSumPiece) {
-    const Candidates piece{c.values + begin, c.ids + begin, c.weights + begin, kSumPiece};
+    const Candidates piece{c.values + begin, c.ids + begin, c.weights + begin, kSumPiece, nullptr};
     const double mass = mass_of(piece);
     if (passed + mass > point) break;
     passed += mass;
@@ -137,8 +160,13 @@ void filter(const Row& row, const Filters& filters, Candidates* c) {
     if (c->count > filters.top_k) keep_prefix(c, select_prefix(*c, nullptr, static_cast<double>(filters.top_k)));
     if (filters.top_p < 1.0f) keep_prefix(c, select_prefix(*c, c->weights, static_cast<double>(filters.top_p) * mass_of(*c)));
   } else if (filters.top_p < 1.0f) {
-    const double target = static_cast<double>(filters.top_p) * total_mass(row);
-    gather_until(row, -8.0f, c, [&] { return mass_of(*c) >= target; });
+    double at_cut[kCuts];
+    const double target = static_cast<double>(filters.top_p) * masses_at_cuts(row, at_cut);
+    int cut = 0;
+    while (cut < kCuts && at_cut[cut] < target) ++cut;
+    gather(row, cut < kCuts ? kCutAt[cut] : kNoFloor, c);
+    // In another order the same entries may add up to a little less.
+    if (cut < kCuts && mass_of(*c) < target) gather(row, kNoFloor, c);
     keep_prefix(c, select_prefix(*c, c->weights, target));
   } else {
     gather(row, __builtin_logf(filters.min_p), c);
@@ -174,7 +202,7 @@ int32_t sample_row(const SampleArgs& a, int64_t r, char* scratch) {
   }
   const int64_t padded = ceil_div(a.vocab_size, 16) * 16;
   float* const values = reinterpret_cast<float*>(scratch);
-  Candidates c{values, reinterpret_cast<int32_t*>(values + padded), values + 2 * padded, 0};
+  Candidates c{values, reinterpret_cast<int32_t*>(values + padded), values + 2 * padded, 0, values + 3 * padded};
   filter(row, filters, &c);
   const int32_t picked = pick_of_many(c, u * mass_of(c));
   return picked < 0 ? first_at_least(logits, a.vocab_size, maximum) : c.ids[picked];

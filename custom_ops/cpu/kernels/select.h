@@ -12,6 +12,7 @@ struct Candidates {
   int32_t* ids;
   float* weights;  // e^value, where a caller needs them
   int64_t count;
+  float* spare;  // [2 * the most there may be], for select_prefix
 };
 
 // The n-th float at or below zero, from the largest down: 0 is zero itself, kLastRank is -inf.
@@ -50,22 +51,56 @@ FE_INLINE void sum_where_ge(const Candidates& c, const float* weights, const flo
     const int64_t end = min_i(c.count, begin + kSumPiece);
     Vec sums[kBounds];
     for (int i = 0; i < kBounds; ++i) sums[i] = vzero();
-    for (int64_t at = begin; at < end; at += kLanes) {
-      const int64_t lanes = min_i(kLanes, end - at);
-      const Vec values = vload_n(c.values + at, lanes);
-      const Vec each = vkeep_n(weights != nullptr ? vload_n(weights + at, lanes) : vset(1.0f), lanes, vzero());
+    const auto add = [&](Vec values, Vec each) {
       for (int i = 0; i < kBounds; ++i) sums[i] = add_where_ge(sums[i], each, values, vset(bounds[i]));
+    };
+    int64_t at = begin;
+    for (; at + kLanes <= end; at += kLanes) add(vload(c.values + at), weights != nullptr ? vload(weights + at) : vset(1.0f));
+    if (at < end) {
+      const int64_t lanes = end - at;
+      add(vload_n(c.values + at, lanes), vkeep_n(weights != nullptr ? vload_n(weights + at, lanes) : vset(1.0f), lanes, vzero()));
     }
     for (int i = 0; i < kBounds; ++i) totals[i] += static_cast<double>(vsum(sums[i]));
   }
 }
 
+// Copies the entries with `at_least` <= value < `below` to the front of `values_out` and `weights_out`, which may be where
+// they are; weights may be null. Returns how many there are.
+FE_INLINE int64_t keep_between(const float* values, const float* weights, int64_t count, float at_least, float below, float* values_out, float* weights_out) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t lanes = min_i(kLanes, count - i);
+    const Vec value = vload_n(values + i, lanes);
+    uint32_t bits = vge_bits(value, vset(at_least)) & ~vge_bits(value, vset(below)) & ((1u << lanes) - 1u);
+    if (bits == 0) continue;
+#if defined(__AVX512F__)
+    const __mmask16 mask = static_cast<__mmask16>(bits);
+    const int n = __builtin_popcount(bits);
+    if (weights != nullptr) vstore_n(weights_out + kept, _mm512_maskz_compress_ps(mask, vload_n(weights + i, lanes)), n);
+    vstore_n(values_out + kept, _mm512_maskz_compress_ps(mask, value), n);
+    kept += n;
+#else
+    for (; bits != 0; bits &= bits - 1) {
+      const int64_t at = i + __builtin_ctz(bits);
+      if (weights != nullptr) weights_out[kept] = weights[at];
+      values_out[kept++] = values[at];
+    }
+#endif
+  }
+  return kept;
+}
+
 // The shortest prefix whose total reaches `target`, where an entry counts its weight, or 1 when `weights` is
 // null. The whole row if it never does; at least one entry. Values are at most 0. A search among the floats
-// for the value at which the total reaches the target, eight ways at a time.
+// for the value at which the total reaches the target, eight ways at a time, and from the second round on
+// among the entries that are still in question.
 FE_INLINE Prefix select_prefix(const Candidates& c, const float* weights, double target) {
   constexpr int kBounds = 7;
   uint32_t low = 0, high = kLastRank;  // the rank searched is in [low, high]
+  double before = 0.0;                 // of what is above `low`
+  Candidates left{c.values, nullptr, nullptr, c.count, nullptr};
+  float *const values = c.spare, *const own_weights = weights != nullptr ? c.spare + c.count : nullptr;
+  const float* left_weights = weights;
   while (low < high) {
     const uint32_t width = high - low;
     float bounds[kBounds];
@@ -75,25 +110,25 @@ FE_INLINE Prefix select_prefix(const Candidates& c, const float* weights, double
       bounds[i] = float_of_rank(ranks[i]);
     }
     double totals[kBounds];
-    sum_where_ge<kBounds>(c, weights, bounds, totals);
-    for (int i = kBounds; i-- > 0 && totals[i] >= target;) high = ranks[i];
-    for (int i = 0; i < kBounds && totals[i] < target && ranks[i] < high; ++i) low = ranks[i] + 1;
+    sum_where_ge<kBounds>(left, left_weights, bounds, totals);
+    const double above = before;
+    for (int i = kBounds; i-- > 0 && above + totals[i] >= target;) high = ranks[i];
+    for (int i = 0; i < kBounds && above + totals[i] < target && ranks[i] < high; ++i) low = ranks[i] + 1, before = above + totals[i];
+    left.count = keep_between(left.values, left_weights, left.count, float_of_rank(high), low == 0 ? 1.0f : float_of_rank(low - 1), values, own_weights);
+    left.values = values;
+    left_weights = own_weights;
   }
-  const float value = float_of_rank(low), above = low == 0 ? 1.0f : float_of_rank(low - 1);
-  double before, with_ties;
-  sum_where_ge<1>(c, weights, &above, &before);
-  sum_where_ge<1>(c, weights, &value, &with_ties);
-  int64_t ties = 0;
-  for (int64_t i = 0; i < c.count; i += kLanes) {
-    const int64_t lanes = min_i(kLanes, c.count - i);
-    const Vec values = vload_n(c.values + i, lanes);
-    ties += __builtin_popcount(vge_bits(values, vset(value)) & ~vgt_bits(values, vset(value)) & ((1u << lanes) - 1u));
-  }
-  if (ties == 0 || with_ties < target) return {value, ties};
-  const double each = (with_ties - before) / static_cast<double>(ties);
+  // All that is left equals the value found.
+  const int64_t ties = left.count;
+  if (ties == 0) return {float_of_rank(low), ties};
+  double tied;
+  const float lowest = -__builtin_inff();
+  sum_where_ge<1>(left, left_weights, &lowest, &tied);
+  if (before + tied < target) return {float_of_rank(low), ties};
+  const double each = tied / static_cast<double>(ties);
   int64_t wanted = before > 0.0 ? 0 : 1;
   while (wanted < ties && before + each * static_cast<double>(wanted) < target) ++wanted;
-  return {value, wanted};
+  return {float_of_rank(low), wanted};
 }
 
 // Moves the lanes of `bits` from place `from` to the end of what is kept. `kept` is at most `from`.
