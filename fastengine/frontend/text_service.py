@@ -2,9 +2,9 @@
 
 A single thread takes all prompts that wait as one batch: while it works, the next batch gathers. A
 lone request so goes at once, and a crowd shares the tokenizer's parallel ``encode_batch``. Long texts,
-which take much of a second each, have a thread of their own, so that they delay only one another. Requests
-that bring a template of their own are rendered by another thread, so a slow one delays only its kind; grammars
-have theirs in :mod:`fastengine.frontend.grammar_checks`.
+which take much of a second each, have a thread of their own, so that they delay only one another. Templates
+that requests bring are rendered in :mod:`fastengine.frontend.template_renders`, grammars compiled in
+:mod:`fastengine.frontend.grammar_checks`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Literal
 from fastengine.config import ModelConfig
 from fastengine.frontend.errors import ApiError, bad_request
 from fastengine.frontend.grammar_checks import GrammarChecks, Prepare
+from fastengine.frontend.template_renders import TemplateRenders
 from fastengine.model_files.load import load_spec
 from fastengine.model_files.spec import ModelSpec
 from fastengine.protocol.requests import GrammarSpec
@@ -31,7 +32,6 @@ MAX_WAITING_PROMPTS = 8192
 # Characters past which a text counts as long: the worst ones (one endless word) take a microsecond each.
 LONG_TEXT = 32 << 10
 MAX_WAITING_LONG_TEXTS = 64
-MAX_WAITING_RENDERS = 64
 # How special tokens are added: a rendered template gets exactly one BOS, a text those of the tokenizer, or none.
 PromptKind = Literal["chat", "special", "plain"]
 
@@ -108,11 +108,10 @@ class TextService:
         self.model: ModelText | None = None
         self._waiting: list[_Job] = []
         self._busy = False
-        self._num_renders = 0
         self._encoder = ThreadPoolExecutor(1, "encode")
         self._long_encoder = ThreadPoolExecutor(1, "encode-long")
         self._num_long = 0
-        self._renderer = ThreadPoolExecutor(1, "render")
+        self._renders = TemplateRenders()
 
     def start(self) -> asyncio.Task[ModelText]:
         """Begin loading; the task ends with the loader's exception if it fails."""
@@ -131,7 +130,7 @@ class TextService:
     def close(self) -> None:
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._long_encoder.shutdown(wait=False, cancel_futures=True)
-        self._renderer.shutdown(wait=False, cancel_futures=True)
+        self._renders.close()
         self.grammars.close()
 
     async def check_grammar(self, param: str, spec: GrammarSpec) -> None:
@@ -139,15 +138,9 @@ class TextService:
         assert self.model is not None
         await self.grammars.check(param, spec, self.model.tokenizer)
 
-    async def render(self, render: Callable[[], str]) -> str:
-        """Run a template of the user's own in the renderers' thread. Raises ApiError 429 when too many wait for it."""
-        if self._num_renders >= MAX_WAITING_RENDERS:
-            raise ApiError(429, f"{MAX_WAITING_RENDERS} requests with templates of their own are waiting", param="chat_template", retry_after_s=1.0)
-        self._num_renders += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._renderer, render)
-        finally:
-            self._num_renders -= 1
+    async def render(self, source: str, render: Callable[[], str]) -> str:
+        """Run the template ``source`` of the user's own. Raises ApiError 429 when it would have to wait too long."""
+        return await self._renders.render(source, render)
 
     async def encode(self, source: str | Callable[[], str], kind: PromptKind, *, param: str, must_fit: bool = True) -> EncodedPrompt:
         """The token ids of a text, or of the text that calling ``source`` (a template) yields.

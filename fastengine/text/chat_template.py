@@ -18,7 +18,7 @@ from fastengine.text.tokenizer import Tokenizer
 MAX_REQUEST_TEMPLATE_CHARACTERS = 256 << 10
 REQUEST_OUTPUT_CHARACTERS = 8 << 20
 # Wall-clock bound on the child process; its processor time is bounded by itself.
-CHILD_TIMEOUT_S = 10.0
+CHILD_TIMEOUT_S = 5.0
 # Appended to the last message to find where it ends in the prompt. Templates may trim around it.
 END_MARK = "\x02end of the last message\x03"
 PROBE = "probe7f3a"
@@ -28,6 +28,10 @@ Message = Mapping[str, Any]
 
 class ChatTemplateError(ValueError):
     """The messages can't be made into a prompt: the template is unusable, or refuses them."""
+
+
+class ChatTemplateOverLimit(ChatTemplateError):
+    """A request's template took more time or memory than it may."""
 
 
 class ChatTemplate:
@@ -145,9 +149,9 @@ def _render_in_child(source: str, variables: dict[str, Any]) -> str:
     try:
         child = subprocess.run(command, input=task.encode(), capture_output=True, env=environment, cwd="/", timeout=CHILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise ChatTemplateError(f"chat template: rendering took longer than {CHILD_TIMEOUT_S:.0f} s") from error
+        raise ChatTemplateOverLimit(f"chat template: rendering took longer than {CHILD_TIMEOUT_S:.0f} s") from error
     if child.returncode != 0:
-        raise ChatTemplateError("chat template: rendering went over the limit on processor time or memory for templates in a request")
+        raise ChatTemplateOverLimit("chat template: rendering went over the limit on processor time or memory for templates in a request")
     answer = json.loads(child.stdout)
     if "error" in answer:
         raise ChatTemplateError(f"chat template: {answer['error']}")

@@ -117,21 +117,18 @@ def test_a_loader_that_fails_fails_every_wait():
 
 def test_waiting_has_a_bound(monkeypatch):
     monkeypatch.setattr("fastengine.frontend.text_service.MAX_WAITING_PROMPTS", 2)
-    monkeypatch.setattr("fastengine.frontend.text_service.MAX_WAITING_RENDERS", 1)
 
     async def test(service, tokenizer):
         gate = threading.Event()
         tasks = [asyncio.create_task(service.encode(lambda: str(gate.wait(5)), "plain", param="prompt")) for _ in range(3)]
-        tasks.append(asyncio.create_task(service.render(lambda: str(gate.wait(5)))))
         await asyncio.sleep(0)
-        for refused in (service.encode("x", "plain", param="prompt"), service.render(lambda: "x")):
-            with pytest.raises(ApiError) as error:
-                await refused
-            assert error.value.status == 429
-            assert error.value.retry_after_s
+        with pytest.raises(ApiError) as error:
+            await service.encode("x", "plain", param="prompt")
+        assert error.value.status == 429
+        assert error.value.retry_after_s
         gate.set()
         await asyncio.gather(*tasks)
-        assert await service.render(lambda: "x") == "x"
+        assert (await service.encode("x", "plain", param="prompt")).text == "x"
 
     with_service(test)
 

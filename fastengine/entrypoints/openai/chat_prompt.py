@@ -25,7 +25,7 @@ async def chat_prompt(service: TextService, text: ModelText, body: ChatCompletio
     render = _renderer(body, text, body.tools if with_tools else None)
     try:
         # A template of the client's own may be slow: it must not hold up everybody's tokenization.
-        source = await service.render(render) if body.chat_template is not None else render
+        source = await service.render(body.chat_template, render) if body.chat_template is not None else render
         encoded = await service.encode(source, "chat", param="messages")
     except ChatTemplateError as error:
         raise bad_request("messages" if body.chat_template is None else "chat_template", str(error)) from None
