@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import itertools
 import json
 from typing import Any
@@ -11,20 +10,12 @@ from typing import Any
 import anthropic
 import pytest
 
-from fastengine.protocol.tokens import unpack_token_ids
-from fastengine.text.output_parser import OutputFormat
-from fastengine.text.plugins import load_parsers
-from tests.frontend.harness import EOS, ApiServer, model_text, say
+from tests.entrypoints.bodies import HI
+from tests.entrypoints.talk import ANSWER, CALL, prompt_of, text_with_parsers
+from tests.frontend.harness import EOS, ApiServer, say
 
-HI = [{"role": "user", "content": "hi"}]
 PROMPT = "user:hi\nassistant:"
 TOOLS = [{"name": "weather", "description": "d", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]
-CALL = '<think>Hm.</think>Let me look.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
-
-
-def text_with_parsers():
-    output_format = OutputFormat.from_names(load_parsers(), tool_parser="hermes", reasoning_parser="qwen3")
-    return dataclasses.replace(model_text(), output_format=output_format)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +25,7 @@ def api(shared_servers):
 
 @pytest.fixture(autouse=True)
 def answer(api):
-    api.engine.script = say("Hello, wörld 🌞!")
+    api.engine.script = say(ANSWER)
     api.engine.generated.clear()
 
 
@@ -44,10 +35,6 @@ def sdk(api: ApiServer, **options: Any) -> anthropic.Anthropic:
 
 def create(api: ApiServer, **fields: Any) -> anthropic.types.Message:
     return sdk(api).messages.create(**{"model": "tiny", "max_tokens": 100, "messages": HI, **fields})
-
-
-def prompt_of(api: ApiServer) -> str:
-    return bytes(unpack_token_ids(api.engine.generated[-1].prompt_token_ids).tolist()).decode()
 
 
 def test_whole_message(api):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-HI = [{"role": "user", "content": "hi"}]
+from tests.entrypoints.bodies import HI
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fastengine.protocol.outputs import TopLogprobs
+from tests.entrypoints.bodies import HI
 from tests.frontend.harness import EOS, ApiServer, say
 
-HI = [{"role": "user", "content": "hi"}]
 PROMPT = "user:hi\nassistant:"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -10,19 +9,10 @@ import openai
 import pytest
 
 from fastengine.ipc.runtime_dir import RuntimeDir
-from fastengine.protocol.tokens import unpack_token_ids
-from fastengine.text.output_parser import OutputFormat
-from fastengine.text.plugins import load_parsers
-from tests.frontend.harness import ApiServer, model_text, say
+from tests.entrypoints.talk import ANSWER, CALL, prompt_of, text_with_parsers
+from tests.frontend.harness import ApiServer, say
 
-ANSWER = "Hello, wörld 🌞!"
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]
-CALL = '<think>Hm.</think>Let me look.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-
-
-def text_with_parsers():
-    output_format = OutputFormat.from_names(load_parsers(), tool_parser="hermes", reasoning_parser="qwen3")
-    return dataclasses.replace(model_text(), output_format=output_format)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +28,6 @@ def answer(api):
 
 def create(api: ApiServer, **fields: Any) -> Any:
     return api.sdk.responses.create(**{"model": "tiny", "input": "hi", **fields})
-
-
-def prompt_of(api: ApiServer) -> str:
-    return bytes(unpack_token_ids(api.engine.generated[-1].prompt_token_ids).tolist()).decode()
 
 
 def test_whole_response(api):
@@ -93,13 +79,13 @@ def test_reasoning_text_and_a_call(api):
     reasoning, message, call = response.output
     assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Hm.")
     assert message.content[0].text == "Let me look."
-    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Paris"})
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Paris", "days": 3})
     assert response.usage.output_tokens_details.reasoning_tokens == 3
     with api.sdk.responses.stream(model="tiny", input="hi", tools=TOOLS) as stream:
         kinds = [event.type for event in stream if not event.type.endswith(".delta")]
         final = stream.get_final_response()
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
-    assert json.loads(final.output[2].arguments) == {"city": "Paris"}
+    assert json.loads(final.output[2].arguments) == {"city": "Paris", "days": 3}
     assert kinds[2:6] == [
         "response.output_item.added",
         "response.content_part.added",

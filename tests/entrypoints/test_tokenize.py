@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.entrypoints.bodies import HI
 from tests.frontend.harness import BOS, MAX_MODEL_LEN
-
-HI = [{"role": "user", "content": "hi"}]
 
 
 def post(api, path, **body):
