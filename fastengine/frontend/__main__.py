@@ -33,7 +33,8 @@ from fastengine.observability.watchdog import EventLoopWatchdog
 
 logger = logging.getLogger("fastengine.frontend")
 # Every token makes and drops a few objects of a stream that lives on: looking for cycles among them is seldom worth it.
-GC_THRESHOLDS = (20_000, 20, 20)
+# The second is what bounds the cycles that ended requests leave: some three thousand objects a round of the youngest.
+GC_THRESHOLDS = (20_000, 5, 20)
 
 
 def build_front_end(config: EngineConfig, runtime_dir: RuntimeDir, client_index: int) -> FrontEnd:

@@ -108,6 +108,8 @@ class TimedProtocol(HttpToolsProtocol):
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
+        # uvicorn leaves it running when the client reset the connection: with that, all of it for as long as the idle may stay.
+        self._unset_keepalive_if_required()
         if not self.connections:
             self._on_all_closed()
 

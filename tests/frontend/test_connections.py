@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import select
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
+from fastengine.frontend.http_protocol import TimedProtocol
 from fastengine.frontend.http_server import SPARE_DESCRIPTORS, TOLD_SO, allowed_connections
 from tests.frontend.harness import ApiServer
 from tests.frontend.test_disconnect import CHAT, open_request
@@ -182,6 +184,24 @@ def test_a_client_that_goes_away_while_it_is_answered(start_server, stream: bool
         connection.close()
         server.engine.wait_for(lambda: server.engine.num_running == 0)
     assert answers(server)
+
+
+def test_a_client_that_resets_an_idle_connection_leaves_nothing(start_server) -> None:
+    server = start_server()
+    assert answers(server)
+
+    def connections() -> list[TimedProtocol]:
+        gc.collect()
+        return [item for item in gc.get_objects() if isinstance(item, TimedProtocol)]
+
+    others = set(connections())
+    for _ in range(20):
+        connection = connect(server)
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        connection.close()
+    wait_until(lambda: others.issuperset(connections()), 10, "the end of what stood for the connections")
 
 
 def test_a_body_that_does_not_come_is_a_408(start_server) -> None:
