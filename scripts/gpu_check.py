@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +121,8 @@ class Device:
 
     name: str
     bench: Any
-    entries: dict[str, Sequence[Any]]  # "check" and "speed" -> catalogue entries
+    # "check" and "speed" -> catalogue entries; "wide check" and "wide speed": of what is used only once these went right
+    entries: dict[str, Sequence[Any]]
     repeats: int
     measure_ceilings: Callable[[], dict[str, float]]  # ceiling -> per second
     baselines: Callable[[str], list[str]]  # of a catalogue entry: others' times, if there are any
@@ -155,23 +157,52 @@ def run_checks(device: Device, clock: Clock, report: Callable[[str], None]) -> b
     return True
 
 
-def run_timings(device: Device, clock: Clock, report: Callable[[str], None]) -> list[Row]:
+def run_ceilings(device: Device, clock: Clock, report: Callable[[str], None]) -> dict[str, float]:
     ceilings = device.measure_ceilings() if clock.allows("ceilings", CEILING_SHARE) else {}
     for name, rate in ceilings.items():
         report(f"- ceiling, {name}: {rate / 1e12:.1f} TFLOP/s" if name == "matrix" else f"- ceiling, {name}: {rate / 1e9:.0f} GB/s")
+    return ceilings
+
+
+def run_timings(
+    device: Device, entries: Sequence[Any], ceilings: dict[str, float], clock: Clock, report: Callable[[str], None], outcome: Outcome
+) -> None:
+    """Adds to the outcome's rows; one that fails (for want of memory, say) does not take the others along."""
     report("\n" + HEADER)
-    rows = []
-    for entry in device.entries["speed"]:
+    for entry in entries:
         if not clock.allows(f"timing of {entry.name}", 1.0):
             continue
-        workload = entry.build(device.bench)
-        seconds = device.bench.memory.seconds(workload.launch, device.repeats)
-        needed = workload.operations if workload.ceiling == "matrix" else workload.num_bytes
-        share = needed / seconds / ceilings[workload.ceiling] if workload.ceiling in ceilings else 0.0
-        row = Row(entry.name, seconds, workload.num_bytes, workload.operations, workload.ceiling, share, workload.target)
-        rows.append(row)
+        try:
+            row = timed(device, entry, ceilings)
+        except RuntimeError as error:
+            report(f"| {entry.name} | FAILED: {str(error).splitlines()[0]} | | | |")
+            outcome.failed = True
+            continue
+        outcome.rows.append(row)
         report(row.text())
-    return rows
+
+
+def timed(device: Device, entry: Any, ceilings: dict[str, float]) -> Row:
+    workload = entry.build(device.bench)
+    seconds = device.bench.memory.seconds(workload.launch, device.repeats)
+    needed = workload.operations if workload.ceiling == "matrix" else workload.num_bytes
+    share = needed / seconds / ceilings[workload.ceiling] if workload.ceiling in ceilings else 0.0
+    return Row(entry.name, seconds, workload.num_bytes, workload.operations, workload.ceiling, share, workload.target)
+
+
+def run_wide(device: Device, ceilings: dict[str, float], clock: Clock, report: Callable[[str], None], outcome: Outcome) -> None:
+    """Prefill by wgmma, which nothing uses unless it is told to: after all else, as a kernel that fails ends the whole context."""
+    report("\n## Prefill by wgmma\n")
+    for entry in device.entries["wide check"]:
+        if not clock.allows(f"check of {entry.name}", 1.0):
+            return
+        problem = run_entry(device, entry)
+        report(f"- {'WRONG: ' + problem if problem else 'right: ' + entry.name}")
+        if problem:
+            report("Wrong on this card: leave WIDE_PREFILL (custom_ops/cuda/ops.py) off.")
+            outcome.failed = True
+            return
+    run_timings(device, device.entries["wide speed"], ceilings, clock, report, outcome)
 
 
 def run_baselines(device: Device, rows: Sequence[Row], clock: Clock, report: Callable[[str], None]) -> None:
@@ -193,8 +224,13 @@ def shim_device(seed: int) -> Device:
     abi, build, memory, workload = part("abi"), part("build"), part("checks.memory"), part("checks.workload")
     rng = np.random.default_rng(seed)
     bench = workload.Bench(abi.Operators(build.build_shim_library()), memory.HostMemory(rng), rng)
-    tiny = part("checks.catalogue").TINY
-    return Device("host shim", bench, {"check": tiny, "speed": tiny}, 1, lambda: {"copy": 1.0, "matrix": 1.0}, lambda name: [])
+    return Device("host shim", bench, tiny_entries(), 1, lambda: {"copy": 1.0, "matrix": 1.0}, lambda name: [])
+
+
+def tiny_entries() -> dict[str, Sequence[Any]]:
+    catalogue = part("checks.catalogue")
+    wide = [*catalogue.WIDE_PROBES, *catalogue.WIDE]
+    return {"check": catalogue.TINY, "speed": catalogue.TINY, "wide check": wide, "wide speed": catalogue.WIDE}
 
 
 def import_torch() -> Any:
@@ -230,7 +266,13 @@ def gpu_device(seed: int, report: Callable[[str], None]) -> Device:
     catalogue = part("checks.catalogue")
     baselines = part("checks.baselines")
     others = baselines.Baselines(place, baselines.Sizes(), baselines.import_flashinfer())
-    entries = {"check": [*catalogue.EVERY_KERNEL, *catalogue.CHECKS], "speed": catalogue.SPEED}
+    wide = [*catalogue.WIDE_PROBES, *catalogue.WIDE] if fitting[-1] == "90" else []
+    entries = {
+        "check": [*catalogue.EVERY_KERNEL, *catalogue.CHECKS],
+        "speed": catalogue.SPEED,
+        "wide check": wide,
+        "wide speed": catalogue.WIDE_SPEED,
+    }
     return Device(torch.cuda.get_device_name(), bench, entries, 20, lambda: baselines.ceilings(place, baselines.Sizes()), others.texts)
 
 
@@ -239,7 +281,7 @@ def torch_host_device(seed: int) -> Device:
     abi, build, memory, baselines = part("abi"), part("build"), part("checks.memory"), part("checks.baselines")
     place = memory.TorchHostMemory(importlib.import_module("torch"), seed)
     bench = part("checks.workload").Bench(abi.Operators(build.build_shim_library()), place, np.random.default_rng(seed), place.stream)
-    tiny, sizes = part("checks.catalogue").TINY, baselines.TINY_SIZES
+    sizes = baselines.TINY_SIZES
     others = baselines.Baselines(place, sizes, baselines.import_flashinfer())
     same = {"paged_attention decode": baselines.DECODE, "paged_attention prefill": baselines.PREFILL}
 
@@ -247,7 +289,7 @@ def torch_host_device(seed: int) -> Device:
         # The shim's speed is nobody's business: any of it is enough.
         return dict.fromkeys(baselines.ceilings(place, sizes), 1.0)
 
-    entries = {"check": tiny, "speed": tiny}
+    entries = tiny_entries()
     return Device("host shim through PyTorch", bench, entries, 1, measure_ceilings, lambda name: others.texts(same.get(name, "")))
 
 
@@ -256,26 +298,36 @@ def torch_host_device(seed: int) -> Device:
 
 @dataclass
 class Outcome:
-    """What is known so far: the exit status, should time run out now."""
+    """What is known so far, should time run out now."""
 
-    status: int = WRONG
+    is_right: bool = False  # every check of what is used by default
+    failed: bool = False  # anything else
     rows: list[Row] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        if self.failed or not self.is_right:
+            return WRONG
+        return MISSED_TARGET if any(row.misses for row in self.rows) else RIGHT
 
 
 def check_device(device: Device, clock: Clock, report: Callable[[str], None], outcome: Outcome) -> int:
     report(f"\n## Results on {device.name}\n")
-    right = run_checks(device, clock, report)
-    if right:
+    if run_checks(device, clock, report):
         report("\n## Speed\n")
-        outcome.rows = run_timings(device, clock, report)
-        outcome.status = MISSED_TARGET if any(row.misses for row in outcome.rows) else RIGHT
+        ceilings = run_ceilings(device, clock, report)
+        outcome.is_right = True
+        run_timings(device, device.entries["speed"], ceilings, clock, report, outcome)
+        if device.entries["wide check"]:
+            run_wide(device, ceilings, clock, report, outcome)
         run_baselines(device, outcome.rows, clock, report)
     report("")
     for name in clock.skipped:
         report(f"- skipped, out of time: {name}")
     missed = sum(row.misses for row in outcome.rows)
     report(
-        f"{'All results are right' if right else 'WRONG RESULTS'}; {missed} targets missed; {len(clock.skipped)} parts skipped; {clock.elapsed_s():.0f} s."
+        f"{'WRONG RESULTS' if outcome.status == WRONG else 'All results are right'}; {missed} targets missed; {len(clock.skipped)} parts skipped; "
+        f"{clock.elapsed_s():.0f} s."
     )
     return outcome.status
 
@@ -344,11 +396,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     seed = args.seed if args.seed is not None else time.time_ns() % 2**31
     timer = end_at(clock, out_of_time, lambda: os._exit(outcome.status)) if args.backend == "gpu" else None
-    status = check(DEVICES[args.backend], seed, clock, report, outcome)
-    if timer is not None:
-        timer.cancel()
-    write_report()
-    return status
+    try:
+        return check(DEVICES[args.backend], seed, clock, report, outcome)
+    except Exception:  # noqa: BLE001 - whatever it is, what was found before it is worth keeping
+        report(f"\ngpu_check: ended in what follows the last line above:\n{traceback.format_exc()}")
+        return WRONG
+    finally:
+        if timer is not None:
+            timer.cancel()
+        write_report()
 
 
 if __name__ == "__main__":

@@ -39,6 +39,9 @@ PADDLE_LIBRARY_NAME = "libfastengine_cuda.so"
 # 8.9 has over 8.0 (conversions of fp8), and the pass to the virtual architecture is half of the build.
 ARCHITECTURES = {"80": "80", "89": "89", "90": "89", "100": "89"}
 
+# What ends so uses instructions of one architecture alone (wgmma), and is compiled for that one, as its own variant.
+ONE_ARCHITECTURE = {"_wgmma": ("90", "90a")}
+
 # The compiler from PyPI: what CI installs where it lacks the one that the budget file was written with.
 NVCC_PACKAGES = (
     "nvidia-cuda-nvcc==13.0.88",
@@ -177,11 +180,20 @@ def architecture_flags(architectures: Sequence[str]) -> list[str]:
     return [f"-gencode=arch=compute_{ARCHITECTURES[name]},code=sm_{name}" for name in architectures]
 
 
+def architecture_flags_of(source: Path, architectures: Sequence[str]) -> list[str]:
+    """Those of one file; one whose only architecture is not wanted is compiled for the first that is, without its kernels."""
+    for ending, (name, variant) in ONE_ARCHITECTURE.items():
+        if source.stem.endswith(ending):
+            if name in architectures:
+                return [f"-gencode=arch=compute_{variant},code=sm_{variant}"]
+            return architecture_flags(architectures[:1])
+    return architecture_flags(architectures)
+
+
 def compile_kernels(architectures: Sequence[str]) -> list[tuple[Path, str]]:
     """Every kernel file as one object for ``architectures``, with ptxas's report. Raises NoNvcc, BuildError."""
     nvcc = find_nvcc()
-    flags = [*NVCC_FLAGS, *architecture_flags(architectures)]
-    return compile_all([([nvcc], flags, source) for source in kernel_sources()])
+    return compile_all([([nvcc], [*NVCC_FLAGS, *architecture_flags_of(source, architectures)], source) for source in kernel_sources()])
 
 
 def digest_of(objects: Sequence[Path]) -> str:
@@ -299,7 +311,7 @@ def read_resources(report: str) -> list[Resources]:
     found = _RESOURCES.findall(report)
     names = run(["c++filt", *(kernel for kernel, *_ in found)]).splitlines() if found else []
     return [
-        Resources(readable_name(name), architecture, int(registers), int(stores) + int(loads), int(stack))
+        Resources(readable_name(name), architecture.rstrip("a"), int(registers), int(stores) + int(loads), int(stack))
         for name, (_, architecture, stack, stores, loads, registers) in zip(names, found, strict=True)
     ]
 

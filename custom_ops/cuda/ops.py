@@ -23,6 +23,8 @@ from fastengine.custom_ops.compiled import _require_contiguous, _run
 
 # Of paged_attention, whatever the number of query rows.
 HEAD_SIZES = (64, 96, 128, 192, 256)
+# Prefill by wgmma where card, sizes and cache have it. Off until scripts/gpu_check.py has found it right on a card.
+WIDE_PREFILL = False
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -109,13 +111,17 @@ def paged_attention(
     sinks: Tensor | None = None,
     plan: Tensor | None = None,
     max_query_tokens: int = 0,
+    wide_prefill: bool = WIDE_PREFILL,
 ) -> Tensor:
     """``sinks`` float32 [Hq]: a further score of each row, of a value that is zero. ``plan``: of attention_plan,
     made on the way if missing. ``max_query_tokens``: the longest sequence's query rows, if known (0: not); 1
-    leaves the prefill kernel out."""
+    leaves the prefill kernel out. ``wide_prefill``: by wgmma on sm_90, for head sizes 64 and 128 over a cache of 16
+    bits; elsewhere it changes nothing."""
     batch = (block_tables, query_starts, context_lens)
     options = (key_scale, value_scale, sinks, plan)
-    return _run("fastengine_cuda_paged_attention", query, key_cache, value_cache, *batch, *options, scale, sliding_window, max_query_tokens)[0]
+    return _run(
+        "fastengine_cuda_paged_attention", query, key_cache, value_cache, *batch, *options, scale, sliding_window, max_query_tokens, wide_prefill
+    )[0]
 
 
 def mla_decode(

@@ -78,7 +78,7 @@ struct Scratch {
 Outputs paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables, const Tensor& query_starts,
                         const Tensor& context_lens, const paddle::optional<Tensor>& key_scale, const paddle::optional<Tensor>& value_scale,
                         const paddle::optional<Tensor>& sinks, const paddle::optional<Tensor>& plan, float scale, int sliding_window,
-                        int max_query_tokens) {
+                        int max_query_tokens, bool wide_prefill) {
   AttentionArgs a{};
   a.dtype = half_code(query, "query");
   set_batch(&a, query, block_tables, query_starts, context_lens);
@@ -103,6 +103,7 @@ Outputs paged_attention(const Tensor& query, const Tensor& key_cache, const Tens
   a.scale = scale;
   a.sliding_window = sliding_window;
   a.max_query_tokens = max_query_tokens;
+  a.wide_prefill = wide_prefill ? 1 : 0;
   Tensor out = empty({a.num_tokens, a.num_heads, a.value_size}, query.dtype(), query);
   if (a.num_tokens == 0) return {out};
   const Scratch scratch(&a, plan, query);
@@ -147,7 +148,7 @@ PD_BUILD_OP(fastengine_cuda_paged_attention)
     .Inputs({"query", "key_cache", "value_cache", "block_tables", "query_starts", "context_lens", paddle::Optional("key_scale"),
              paddle::Optional("value_scale"), paddle::Optional("sinks"), paddle::Optional("plan")})
     .Outputs({"out"})
-    .Attrs({"scale: float", "sliding_window: int", "max_query_tokens: int"})
+    .Attrs({"scale: float", "sliding_window: int", "max_query_tokens: int", "wide_prefill: bool"})
     .SetKernelFn(PD_KERNEL(fastengine::cuda::paged_attention));
 
 PD_BUILD_OP(fastengine_cuda_mla_decode)

@@ -21,6 +21,7 @@ class Heads:
     cache: str = "bfloat16"
     window: int = 0
     sinks: bool = False
+    wide: bool = False  # prefill by wgmma, where there is such
 
 
 class Batch:
@@ -58,7 +59,7 @@ class Batch:
         h = self.heads
         types = {"dtype": code(h.dtype), "cache_dtype": code(h.cache), "scale": h.size**-0.5, "head_size": h.size, "query_stride": h.query * h.size}
         tensors = {"query": self.query, "block_tables": self.block_tables, "partials": self.partials, "out": self.out}
-        longest = {"max_query_tokens": max(self.lengths)}
+        longest = {"max_query_tokens": max(self.lengths), "wide_prefill": int(h.wide)}
         self.bench.call(operator, **self.shape, **self.pages, **self.device, **types, **tensors, **longest, **fields)
 
     def rows_of(self, seq: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,12 +4,12 @@ GPU), larger ones to check and ones to time on a GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
 
-from . import attention, elementwise, linear, logits
+from . import attention, elementwise, linear, logits, products
 from .attention import Heads
 from .workload import Bench, Workload
 
@@ -30,6 +30,39 @@ PROBES = [
     make_entry(linear.fragment_probe, f"{dtype} {how}", dtype=dtype, transposed=how == "transposed")
     for dtype in ("bfloat16", "float16")
     for how in ("plain", "transposed")
+]
+
+# Prefill by wgmma, on sm_90: the products on their own, then attention. Nothing uses it unless told to.
+WIDE_PROBES = [
+    make_entry(
+        products.product_probe,
+        f"{d} {'registers' if r else 'memory'}, {'across' if x else 'along'}, step {s}",
+        dtype=d,
+        in_registers=r,
+        across=x,
+        step=s,
+    )
+    for d in ("bfloat16", "float16")
+    for r in (False, True)
+    for x in (False, True)
+    for s in (0, 3)
+] + [make_entry(products.product_probe, "overwriting", dtype="bfloat16", in_registers=False, across=True, adds=False)]
+
+WIDE = [
+    make_entry(
+        attention.paged_attention,
+        f"by wgmma, {size} {dtype}, blocks of {block_size}{f', window {window}' if window else ''}{', sinks' if sinks else ''}",
+        heads=Heads(heads, 1, size, size, dtype, dtype, window, sinks, wide=True),
+        lengths=[150 // heads, 1, 3],
+        contexts=[300, 90, 3],
+        block_size=block_size,
+    )
+    for size, dtype, block_size, heads, window, sinks in (
+        (64, "bfloat16", 16, 1, 0, False),
+        (64, "float16", 64, 3, 100, True),
+        (128, "bfloat16", 32, 3, 21, False),
+        (128, "float16", 16, 2, 0, True),
+    )
 ]
 
 TINY = [
@@ -216,4 +249,10 @@ SPEED = [
     make_entry(logits.argmax, "256 x 128k", rows=256, vocab=128256),
     make_entry(logits.sample, "256 x 128k", rows=256, vocab=128256),
     make_entry(logits.log_softmax_gather, "256 x 128k", rows=256, vocab=128256, k=20),
+]
+
+# Beside these where the card has wgmma and its checks went right.
+WIDE_SPEED = [
+    make_entry(attention.paged_attention, f"{label} by wgmma", heads=replace(LLAMA, wide=True), lengths=[length], contexts=[PREFILL_TOKENS])
+    for label, length in (("prefill 8k", PREFILL_TOKENS), ("prefill 2k after 6k", 2048))
 ]

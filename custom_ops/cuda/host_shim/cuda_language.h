@@ -2,6 +2,7 @@
 // toolkit's headers; see fibers.h for what runs.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -196,6 +196,9 @@ void thread_entry() {
   if (!current->open_copies.empty() || !current->committed_copies.empty()) {
     running_block->stop("thread " + std::to_string(current->linear) + " ends with asynchronous copies that nobody waited for");
   }
+  if (current->open_products + current->committed_products > 0) {
+    running_block->stop("thread " + std::to_string(current->linear) + " ends with matrix products that nobody waited for");
+  }
   current->state = Thread::State::done;
   running_block->leave();
   std::abort();
@@ -287,7 +290,11 @@ class SharedMemory {
     std::memset(base_, 0xff, mapped_);
     areas_.clear();
     static_bytes_ = 0;
+    dynamic_bytes_ = bytes;
+    unpublished_.assign((bytes + 15) / 16, 0);
   }
+  size_t dynamic_bytes() const { return dynamic_bytes_; }
+  std::vector<unsigned char>& unpublished() { return unpublished_; }
   size_t static_bytes() const { return static_bytes_; }
   void* dynamic() { return start_; }
   void* area(const void* key, size_t bytes) {
@@ -303,7 +310,8 @@ class SharedMemory {
   char* base_ = nullptr;
   char* start_ = nullptr;
   size_t mapped_ = 0;
-  size_t static_bytes_ = 0;
+  size_t static_bytes_ = 0, dynamic_bytes_ = 0;
+  std::vector<unsigned char> unpublished_;
   std::map<const void*, std::vector<uint64_t>> areas_;
 };
 
@@ -335,6 +343,10 @@ std::string shared_problem(size_t dynamic_bytes, size_t static_bytes) {
 void do_copy(const PendingCopy& copy) {
   std::memcpy(copy.target, copy.source, copy.valid);
   std::memset(static_cast<char*>(copy.target) + copy.valid, 0, copy.bytes - copy.valid);
+  const size_t chunk = static_cast<size_t>(static_cast<char*>(copy.target) - static_cast<char*>(shared_memory.dynamic())) / 16;
+  if (chunk >= shared_memory.unpublished().size()) return;
+  shared_memory.unpublished()[chunk] = 1;
+  current->unpublished.push_back(chunk);
 }
 
 }  // namespace
@@ -377,6 +389,16 @@ void wait_copies(size_t groups_left_open) {
 }
 
 void* dynamic_shared() { return shared_memory.dynamic(); }
+size_t dynamic_shared_bytes() { return shared_memory.dynamic_bytes(); }
+bool is_published(size_t chunk) { return shared_memory.unpublished().at(chunk) == 0; }
+void publish_copies() {
+  for (const size_t chunk : current->unpublished) shared_memory.unpublished()[chunk] = 0;
+  current->unpublished.clear();
+}
+bool products_are_early() {
+  static uint64_t count = 0;
+  return schedule_seed < 2 ? schedule_seed == 0 : (schedule_seed + ++count) % 2 == 0;
+}
 void* static_shared(const void* key, size_t bytes) { return shared_memory.area(key, bytes); }
 
 int run_grid(Index3 grid, Index3 block, size_t shared_bytes, const void* address, const std::function<void()>& kernel) {

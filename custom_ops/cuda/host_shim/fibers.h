@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,12 @@ struct Thread {
   Collective* operation;
   std::vector<PendingCopy> open_copies;
   std::vector<std::vector<PendingCopy>> committed_copies;
+  // Of asynchronous matrix products (warpgroup.h).
+  bool products_begun = false;
+  unsigned open_products = 0, committed_products = 0;
+  std::vector<std::function<void()>> late_products;      // of a warp, with its first lane
+  std::map<float*, std::vector<float>> sums_under_way;   // by the place of the sums
+  std::vector<size_t> unpublished;                       // 16-byte chunks of shared memory that it copied
 };
 
 // The running thread and its block; valid inside a kernel only.
@@ -72,6 +79,12 @@ void wait_copies(size_t groups_left_open);
 
 // Shared memory of the running block, filled with 0xff; ends at an unmapped page.
 void* dynamic_shared();
+size_t dynamic_shared_bytes();
+// What asynchronous copies left in a chunk is unseen by matrix products until the thread that copied publishes it.
+bool is_published(size_t chunk);
+void publish_copies();
+// Whether products started now compute at once or when they are waited for: either may happen.
+bool products_are_early();
 // Static shared memory: one area per `key` and block.
 void* static_shared(const void* key, size_t bytes);
 

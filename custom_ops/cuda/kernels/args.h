@@ -124,6 +124,7 @@ struct AttentionArgs {
   int64_t max_query_tokens;     // of one sequence, if the caller knows; 0 if not. 1 leaves the prefill kernel out
   int32_t dtype;                // bfloat16 or float16
   int32_t cache_dtype;          // dtype, int8 or fp8
+  int32_t wide_prefill;         // 1: several rows by wgmma where card, sizes and cache have it; 0: by mma
   float scale;
 };
 
@@ -133,7 +134,7 @@ struct AttentionArgs {
 //   query         [num_tokens, num_heads, head_size]: 512 values in the latent space, then the rotary part
 //   key_cache     [num_blocks, block_size, head_size]: the same of every token; value_cache is null
 //   out           [num_tokens, num_heads, value_size]: in the latent space
-//   head_size 576, value_size 512, num_kv_heads 1, cache_dtype equal to dtype, no scales, no sinks
+//   head_size 576, value_size 512, num_kv_heads 1, cache_dtype equal to dtype, no scales, no sinks, wide_prefill unused
 
 // How much memory a plan and the partial results of a batch need, at most.
 struct AttentionWorkspaceArgs {
@@ -289,6 +290,24 @@ struct FragmentProbeArgs {
   uint32_t* loaded;          // [32, 4]
   int32_t dtype;             // bfloat16 or float16
   int32_t transposed;
+};
+
+// One product of a warpgroup, 64 x 16 by 16 x 128, with operands anywhere in an image of shared memory that begins at a
+// multiple of 1,024 bytes (kernels/device/warpgroup.h); unsupported but on sm_90.
+struct ProductProbeArgs {
+  const void* image;       // [image_bytes]
+  const uint32_t* left;    // [128, 4] registers of each thread, used with in_registers
+  float* d;                // [128, 64] registers of each thread
+  int64_t image_bytes;     // a multiple of 16
+  int32_t left_begin;      // bytes into the image, and the following
+  int32_t left_stride;
+  int32_t right_begin;
+  int32_t right_leading;
+  int32_t right_stride;
+  int32_t in_registers;
+  int32_t across;          // a row of the right operand in memory is one of the 16
+  int32_t adds;            // to d, else overwrites it
+  int32_t dtype;           // bfloat16 or float16
 };
 
 }  // namespace cuda

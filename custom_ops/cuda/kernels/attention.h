@@ -72,6 +72,9 @@ FE_HOST_DEVICE int log2_of(int64_t power) {
 int launch_merge(const AttentionArgs& args, cudaStream_t stream);
 int launch_decode(const AttentionArgs& args, cudaStream_t stream);
 int launch_prefill(const AttentionArgs& args, cudaStream_t stream);
+// By wgmma, where has_wide_prefill says so.
+bool has_wide_prefill(const AttentionArgs& args);
+int launch_wide_prefill(const AttentionArgs& args, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace fastengine

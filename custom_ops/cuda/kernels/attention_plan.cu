@@ -97,5 +97,6 @@ FE_OPERATOR(paged_attention, AttentionArgs) {
   if (args->num_tokens == 0) return 0;
   const int status = launch_decode(*args, static_cast<cudaStream_t>(stream));
   if (status != 0 || args->max_query_tokens == 1 || args->num_tokens == 1) return status;
-  return launch_prefill(*args, static_cast<cudaStream_t>(stream));
+  const auto prefill = args->wide_prefill != 0 && has_wide_prefill(*args) ? launch_wide_prefill : launch_prefill;
+  return prefill(*args, static_cast<cudaStream_t>(stream));
 }

@@ -12,8 +12,7 @@
 // A warp has kRowTiles tiles of 16 rows, all of the step's tokens and all value columns, so the softmax stays
 // within four lanes. Rows in shared memory are padded by 16 bytes, as in decode. 8-bit caches are expanded to
 // the 16-bit type on the way (exactly); their scales multiply S and P.
-#include "attention.h"
-#include "device/numeric.h"
+#include "attention_tile.h"
 #include "device/tensor_core.h"
 
 namespace fastengine {
@@ -21,10 +20,6 @@ namespace cuda {
 namespace {
 
 constexpr int kPad = 8;  // elements
-// On the scales of 8-bit values while they multiply weights, so that products with small weights stay
-// normal numbers in float16; taken off at the end. The largest, 65504 / 127 * 64, still fits.
-constexpr float kScaleShift = 64.0f;
-
 template <typename T_, int kHead_, int kValue_, int kStep_>
 struct Config {
   using T = T_;
@@ -39,37 +34,15 @@ struct Config {
   static constexpr int kScales = kValues + 2 * kStep * kValueRow, kBytes = kScales + 2 * kStep * 4;
 };
 
-struct Tile {
-  int seq, kv_head;
-  int first_token;     // of the sequence's query rows
-  int num_rows;        // rows in use
-  int first_position;  // of the first token
-  int begin, end;      // context that some row sees
-};
-
 template <typename C>
-struct PrefillBlock {
+struct PrefillBlock : TileRows<C> {
+  using Rows = TileRows<C>;
   using T = typename C::T;
-  const AttentionArgs& a;
-  const Tile tile;
-  unsigned char* const shared;
-  const int group;
-  const PagedRows rows;
-  float out[C::kRowTiles][C::kValue / 8][4];
-  float scores[C::kRowTiles][C::kStep / 8][4];
-  float maximum[C::kRowTiles][2], sum[C::kRowTiles][2];  // of rows lane / 4 and lane / 4 + 8
+  using Rows::a, Rows::elements, Rows::group, Rows::is_expanded, Rows::out, Rows::rows, Rows::scores, Rows::shared, Rows::tile;
 
-  FE_DEVICE PrefillBlock(const AttentionArgs& args, const Tile& mine)
-      : a(args),
-        tile(mine),
-        shared(dynamic_shared()),
-        group(static_cast<int>(args.num_heads / args.num_kv_heads)),
-        rows{args.block_tables + mine.seq * args.max_blocks, mine.kv_head, args.num_kv_heads, log2_of(args.block_size)} {}
+  FE_DEVICE PrefillBlock(const AttentionArgs& args, const Tile& mine) : Rows(args, mine, dynamic_shared()) {}
 
-  FE_DEVICE uint16_t* elements(int at) const { return reinterpret_cast<uint16_t*>(shared + at); }
-  FE_DEVICE bool is_expanded() const { return a.cache_dtype != a.dtype; }
   FE_DEVICE float* scales() const { return reinterpret_cast<float*>(shared + C::kScales); }
-  FE_DEVICE int position(int row) const { return tile.first_position + row / group; }
 
   FE_DEVICE void copy_queries() {
     constexpr int kChunks = C::kHead / 8;
@@ -162,79 +135,6 @@ struct PrefillBlock {
     }
   }
 
-  // Takes out what a row does not see; `first` is the step's first token.
-  FE_DEVICE void mask(int first) {
-#pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = (warp_id() * C::kRowTiles + m) * 16 + lane_id() / 4 + 8 * r;
-        const int last = position(row) - first, start = static_cast<int>(first_visible(last + first, a.sliding_window)) - first;
-#pragma unroll
-        for (int n = 0; n < C::kStep / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int token = 8 * n + 2 * (lane_id() % 4) + i;
-            if (token > last || token < start) scores[m][n][2 * r + i] = kNoScore;
-          }
-        }
-      }
-    }
-  }
-
-  // Turns the scores into weights and scales earlier output and sums to the new maxima.
-  FE_DEVICE void soften() {
-    const float scale = a.scale * kLog2E;
-#pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float largest = maximum[m][r];
-#pragma unroll
-        for (int n = 0; n < C::kStep / 8; ++n) largest = fmaxf(largest, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
-        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-        // A row that sees nothing yet keeps weights of 0.
-        const float base = largest > kNoScore ? largest * scale : 0.0f;
-        const float rescale = fast_exp2(maximum[m][r] * scale - base);
-        maximum[m][r] = largest;
-        float total = 0.0f;
-#pragma unroll
-        for (int n = 0; n < C::kStep / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& score = scores[m][n][2 * r + i];
-            score = fast_exp2(score * scale - base);
-            total += score;
-          }
-        }
-        sum[m][r] = sum[m][r] * rescale + total;
-#pragma unroll
-        for (int n = 0; n < C::kValue / 8; ++n) {
-          out[m][n][2 * r] *= rescale;
-          out[m][n][2 * r + 1] *= rescale;
-        }
-      }
-    }
-  }
-
-  // The weights as operands of T, values' scales included: half the registers of the scores.
-  FE_DEVICE void pack(uint32_t (&weights)[C::kRowTiles][C::kStep / 16][4]) {
-    const bool scaled = is_expanded() && a.value_scale != nullptr;
-    const float* const scale = scales() + C::kStep + 2 * (lane_id() % 4);
-#pragma unroll
-    for (int n = 0; n < C::kStep / 8; ++n) {
-      float low = 1.0f, high = 1.0f;
-      if (scaled) low = scale[8 * n], high = scale[8 * n + 1];
-#pragma unroll
-      for (int m = 0; m < C::kRowTiles; ++m) {
-        const float(&s)[4] = scores[m][n];
-        weights[m][n / 2][n % 2 * 2] = pack2<T>(s[0] * low, s[1] * high);
-        weights[m][n / 2][n % 2 * 2 + 1] = pack2<T>(s[2] * low, s[3] * high);
-      }
-    }
-  }
-
   FE_DEVICE void multiply_values(const uint32_t (&weights)[C::kRowTiles][C::kStep / 16][4]) {
     const int lane = lane_id();
     const uint16_t* const value = elements(C::kValues) + lane % 16 * C::kValueRow + lane / 16 * 8;
@@ -253,93 +153,36 @@ struct PrefillBlock {
     }
   }
 
-  // Divides by the sums and writes the warp's rows, by way of its own rows of the queries' memory.
-  FE_DEVICE void write() {
-    const int lane = lane_id(), first_row = warp_id() * C::kRowTiles * 16;
-    uint16_t* const held = elements(C::kQueries) + first_row * C::kWidest;
-    // Nobody reads queries any more: a barrier came after the last product with them.
-#pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = m * 16 + lane / 4 + 8 * r;
-        float total = sum[m][r];
-        total += __shfl_xor_sync(kAllLanes, total, 1);
-        total += __shfl_xor_sync(kAllLanes, total, 2);
-        float factor = 1.0f;
-        if (a.sinks != nullptr) {
-          const float sink = a.sinks[tile.kv_head * group + (first_row + row) % group] * kLog2E, mine = maximum[m][r] * a.scale * kLog2E, top = fmaxf(sink, mine);
-          factor = fast_exp2(mine - top);
-          total = total * factor + fast_exp2(sink - top);
-        }
-        factor /= is_expanded() && a.value_scale != nullptr ? total * kScaleShift : total;
-#pragma unroll
-        for (int n = 0; n < C::kValue / 8; ++n) {
-          const uint32_t pair = pack2<T>(out[m][n][2 * r] * factor, out[m][n][2 * r + 1] * factor);
-          *reinterpret_cast<uint32_t*>(held + row * C::kWidest + 8 * n + 2 * (lane % 4)) = pair;
-        }
-      }
-    }
-    __syncwarp();
-    constexpr int kChunks = C::kValue / 8;
-    const int64_t first = a.query_starts[tile.seq] + tile.first_token;
-    for (int i = lane; i < C::kRowTiles * 16 * kChunks; i += kWarp) {
-      const int row = i / kChunks, at = i % kChunks * 8;
-      if (first_row + row >= tile.num_rows) break;
-      const int64_t token = first + (first_row + row) / group, head = tile.kv_head * group + (first_row + row) % group;
-      *reinterpret_cast<uint4*>(static_cast<T*>(a.out) + (token * a.num_heads + head) * C::kValue + at) = *reinterpret_cast<const uint4*>(held + row * C::kWidest + at);
-    }
-  }
-
   FE_DEVICE void run() {
-#pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m) {
-      maximum[m][0] = maximum[m][1] = kNoScore;
-      sum[m][0] = sum[m][1] = 0.0f;
-#pragma unroll
-      for (int n = 0; n < C::kValue / 8; ++n) out[m][n][0] = out[m][n][1] = out[m][n][2] = out[m][n][3] = 0.0f;
-    }
     copy_queries();
     start_keys(tile.begin);
-    // Steps in between are seen whole by every row.
-    const int whole_begin = static_cast<int>(first_visible(position(tile.num_rows - 1), a.sliding_window)), whole_end = tile.first_position + 1;
+    const int whole_begin = Rows::whole_begin(), whole_end = Rows::whole_end();
+    const float* const value_scales = is_expanded() && a.value_scale != nullptr ? scales() + C::kStep : nullptr;
     for (int first = tile.begin; first < tile.end; first += C::kStep) {
       copy_async_wait<0>();
       __syncthreads();
       start_values(first);
       multiply_keys();
       if (is_expanded() && a.key_scale != nullptr) scale_keys();
-      if (first < whole_begin || first + C::kStep > whole_end) mask(first);
+      if (first < whole_begin || first + C::kStep > whole_end) Rows::mask(first);
       copy_async_wait<0>();
       __syncthreads();
-      soften();
+      Rows::soften();
       uint32_t weights[C::kRowTiles][C::kStep / 16][4];
-      pack(weights);
+      Rows::pack(value_scales, weights);
       // Not before the scores' registers are free: addresses need some.
       if (first + C::kStep < tile.end) start_keys(first + C::kStep);
       multiply_values(weights);
     }
-    write();
+    // Nobody reads queries any more: a barrier came after the last product with them.
+    Rows::write(elements(C::kQueries));
   }
 };
 
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads) prefill_kernel(const AttentionArgs a) {
-  const PlanView plan = plan_view(a);
-  // Late tiles see the longest context: they start first.
-  const int index = plan.num_tiles() - 1 - static_cast<int>(blockIdx.x);
-  if (index < 0) return;
-  const int group = static_cast<int>(a.num_heads / a.num_kv_heads), per_tile = static_cast<int>(tile_tokens(group));
   Tile tile;
-  tile.seq = plan.tile_seqs()[index];
-  tile.kv_head = static_cast<int>(blockIdx.y);
-  tile.first_token = (index - plan.tile_starts()[tile.seq]) * per_tile;
-  const int length = a.query_starts[tile.seq + 1] - a.query_starts[tile.seq];
-  const int tokens = smaller(per_tile, length - tile.first_token);
-  tile.num_rows = tokens * group;
-  tile.first_position = a.context_lens[tile.seq] - length + tile.first_token;
-  tile.begin = static_cast<int>(first_visible(tile.first_position, a.sliding_window));
-  tile.end = tile.first_position + tokens;
+  if (!tile_of_block(a, &tile)) return;
   PrefillBlock<C>(a, tile).run();
 }
 
@@ -348,8 +191,7 @@ template <typename T, int kHead, int kValue, int kStep = 64, int kFewer = 64>
 int launch_sizes(const AttentionArgs& a, cudaStream_t stream) {
   using C = Config<T, kHead, kValue, kStep>;
   if (kStep != kFewer && C::kBytes > multiprocessor_shared_bytes() - 1024) return launch_sizes<T, kHead, kValue, kFewer, kFewer>(a, stream);
-  const dim3 grid(static_cast<unsigned>(max_tiles(a.num_seqs, a.num_tokens, a.num_heads / a.num_kv_heads)), static_cast<unsigned>(a.num_kv_heads));
-  return launch(prefill_kernel<C>, grid, dim3(C::kThreads), C::kBytes, stream, a);
+  return launch(prefill_kernel<C>, grid_of_tiles(a), dim3(C::kThreads), C::kBytes, stream, a);
 }
 
 template <typename T>

@@ -25,7 +25,8 @@
   X(moe_combine, MoeCombineArgs)                      \
   X(mla_decode, AttentionArgs)                        \
   X(quantized_gemm, QuantizedGemmArgs)                \
-  X(fragment_probe, FragmentProbeArgs)
+  X(fragment_probe, FragmentProbeArgs)                \
+  X(product_probe, ProductProbeArgs)
 
 #define FE_EXPORT extern "C" __attribute__((visibility("default")))
 #define FE_OPERATOR(name, Args) FE_EXPORT int fe_##name(const fastengine::cuda::Args* args, void* stream)

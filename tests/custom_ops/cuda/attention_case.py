@@ -25,6 +25,7 @@ class Shape:
     cache: str = "bfloat16"
     window: int = 0
     sinks: bool = False
+    wide: bool = False  # prefill by wgmma
 
 
 @dataclass
@@ -123,6 +124,7 @@ class Case:
             value_size=s.value_size,
             block_size=s.block_size,
             max_query_tokens=max_query_tokens,
+            wide_prefill=int(s.wide),
             dtype=getattr(DType, s.dtype),
             cache_dtype=getattr(DType, s.cache),
             scale=s.size**-0.5,

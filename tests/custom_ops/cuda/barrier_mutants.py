@@ -27,6 +27,9 @@ LIMIT_S = 30
 USERS = {
     "attention_decode.cu": "paged_attention",
     "attention_prefill.cu": "paged_attention",
+    "attention_prefill_wgmma.cu": "paged_attention by wgmma",
+    "attention_tile.h": "paged_attention",
+    "product_probe_wgmma.cu": "product_probe",
     "attention_mla.cu": "mla_decode",
     "attention_plan.cu": "attention_plan",
     "moe.cu": "moe",
@@ -50,6 +53,8 @@ def entries(part: Any) -> list[Any]:
     return [
         *catalogue.PROBES,
         *catalogue.TINY,
+        *catalogue.WIDE_PROBES[:4],
+        *catalogue.WIDE,
         entry(elementwise.rms_norm, "wide", rows=2, size=2048, dtype="float32", residual=False),
         entry(attention.attention_plan, "many", seqs=1100, heads=3, window=0),
         entry(attention.paged_attention, "pieces", heads=attention.Heads(2, 1, 64, 64), lengths=[1, 1, 1], contexts=[700, 300, 90]),
@@ -86,6 +91,8 @@ class Mutants:
         for shared_bytes in SHARED_BYTES if barrier is None or barrier[0].startswith("attention_") else SHARED_BYTES[:1]:
             self._library.fe_shim_set_multiprocessor_shared(shared_bytes)
             for entry in chosen:
+                if shared_bytes != SHARED_BYTES[0] and entry.name.startswith("product_probe"):
+                    continue  # the second card has no wgmma
                 self._library.fe_shim_skip_barrier(barrier[0].encode() if barrier else None, barrier[1] if barrier else 0)
                 for schedule in SCHEDULES:
                     if not self.is_right(entry, schedule):

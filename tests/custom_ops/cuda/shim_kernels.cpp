@@ -1,6 +1,7 @@
 // Kernels with and without mistakes, to test the host shim with.
 #include "../../../custom_ops/cuda/kernels/device/platform.h"
 #include "../../../custom_ops/cuda/kernels/device/reduce.h"
+#include "../../../custom_ops/cuda/kernels/device/warpgroup.h"
 
 namespace fastengine {
 namespace cuda {
@@ -120,6 +121,32 @@ __global__ void ends_with_a_copy_under_way(const int* in) {
 
 __global__ void write_block_number(int* out) { out[blockIdx.z * 6 + blockIdx.y * 3 + blockIdx.x] = static_cast<int>(atomicAdd(out + 12, 1) >= 0); }
 
+// One product of a warpgroup, all operands ones: every sum is 16. With one mistake, or none.
+enum Mistake { kNone, kNoPublish, kNoBegin, kNoCommit, kNoWait, kEarlyRead, kEarlyOverwrite, kRegistersReused, kBesideThePanel };
+
+__global__ void matrix_product(const uint4* ones, float* out, int mistake) {
+  unsigned char* shared = dynamic_shared();
+  shared += 0u - shared_address(shared) & (kPanelAlignment - 1u);
+  const int i = static_cast<int>(threadIdx.x);
+  for (int chunk = i; chunk < 64 * 8; chunk += kWarp * 4) copy_async_16(shared + 16 * chunk, ones, true);
+  copy_async_commit();
+  copy_async_wait<0>();
+  if (mistake != kNoPublish) publish_to_products();
+  __syncthreads();
+  float d[8][4] = {};
+  uint32_t left[4];
+  for (uint32_t& pair : left) pair = 0x3f803f80u;
+  if (mistake != kNoBegin) products_begin();
+  const uint32_t begin = shared_address(shared) + (mistake == kBesideThePanel ? 64 * kPanelRow : 0);
+  WarpgroupProduct<BFloat16, false>::run(d, left, matrix_operand(begin, 0, 8 * kPanelRow), 1);
+  if (mistake != kNoCommit) products_commit();
+  if (mistake == kEarlyRead) out[i] = d[0][1];
+  if (mistake == kEarlyOverwrite) reinterpret_cast<float4*>(shared)[i] = make_float4(0, 0, 0, 0);
+  if (mistake == kRegistersReused) left[0] = 0;
+  if (mistake != kNoWait) products_wait(d);
+  if (mistake != kEarlyRead) out[i] = d[0][1];
+}
+
 // As much static shared memory as kBytes says.
 template <int kBytes>
 __global__ void takes_shared(int* out) {
@@ -168,6 +195,9 @@ int fe_test_blocks(int* out, unsigned x, unsigned y, unsigned z) { return launch
 int fe_test_shared(int* out, uint64_t dynamic, int much) {
   return much != 0 ? launch(takes_shared<48 * 1024 + 16>, dim3(1), dim3(kThreads), dynamic, nullptr, out)
                    : launch(takes_shared<1024>, dim3(1), dim3(kThreads), dynamic, nullptr, out);
+}
+int fe_test_product(const void* ones, float* out, int mistake) {
+  return launch(matrix_product, dim3(1), dim3(4 * kWarp), 64 * kPanelRow + kPanelAlignment, nullptr, static_cast<const uint4*>(ones), out, mistake);
 }
 int fe_test_no_threads(int* out) { return launch(write_block_number, dim3(1), dim3(0), 0, nullptr, out); }
 }

@@ -49,7 +49,13 @@ class LatentCase:
         cuda.call("attention_plan", **batch)
         unused = dict.fromkeys(("value_cache", "key_scale", "value_scale", "sinks"))
         tensors = {"query": self.query, "key_cache": self.cache, "block_tables": self.tables, "partials": partials, "out": out}
-        types = {"dtype": getattr(DType, self.dtype), "cache_dtype": getattr(DType, self.dtype), "max_query_tokens": 1, "scale": SIZE**-0.5}
+        types = {
+            "dtype": getattr(DType, self.dtype),
+            "cache_dtype": getattr(DType, self.dtype),
+            "max_query_tokens": 1,
+            "wide_prefill": 0,
+            "scale": SIZE**-0.5,
+        }
         cuda.call("mla_decode", **batch, **pages, **unused, **tensors, **types, query_stride=self.heads * SIZE, head_size=SIZE)
         return out.values
 
@@ -76,6 +82,6 @@ def test_matches_float64(cuda: Kernels, rng: np.random.Generator, heads: int, bl
 def test_what_has_no_kernel_is_refused(cuda: Kernels, change: dict[str, int]) -> None:
     pointers = ("query", "key_cache", "value_cache", "key_scale", "value_scale", "block_tables", "query_starts", "context_lens", "sinks")
     sizes = {"query_stride": SIZE, "num_tokens": 1, "num_seqs": 1, "max_blocks": 1, "num_heads": 1, "num_kv_heads": 1, "head_size": SIZE}
-    sizes |= {"value_size": VALUE_SIZE, "block_size": 16, "sliding_window": 0, "max_query_tokens": 1, "dtype": DType.bfloat16}
+    sizes |= {"value_size": VALUE_SIZE, "block_size": 16, "sliding_window": 0, "max_query_tokens": 1, "wide_prefill": 0, "dtype": DType.bfloat16}
     fields = sizes | {"cache_dtype": DType.bfloat16} | change
     assert cuda.status("mla_decode", **dict.fromkeys((*pointers, "plan", "partials", "out")), scale=1.0, **fields) == -1

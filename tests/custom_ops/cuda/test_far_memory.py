@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 
+from fastengine.custom_ops.cuda import abi
 from fastengine.custom_ops.cuda.abi import DType
 from tests.custom_ops.cuda.attention_case import Case, Shape
 from tests.custom_ops.cuda.memory import Buffer, Kernels, filled, poisoned, poisoned_from
@@ -19,9 +20,9 @@ def blocks_out_of_reach(elements_per_block: int) -> int:
     return -(-REACH // elements_per_block)
 
 
-@pytest.mark.parametrize("cache", ["bfloat16", "int8"])
-def test_attention(cuda: Kernels, rng: np.random.Generator, cache: str) -> None:
-    shape = Shape(cache=cache)
+@pytest.mark.parametrize(("cache", "wide"), [("bfloat16", False), ("int8", False), ("bfloat16", True)])
+def test_attention(cuda: Kernels, rng: np.random.Generator, cache: str, wide: bool) -> None:
+    shape = Shape(cache=cache, wide=wide)
     far = blocks_out_of_reach(shape.kv_heads * shape.block_size * shape.size)
     Case(rng, shape, [1, 9, 1], [300, 61, 20], first_block=far).assert_right(cuda)
 
@@ -83,9 +84,9 @@ def test_a_mask_of_a_far_row(cuda: Kernels) -> None:
     assert not logits.stored[row, :-1].any()
 
 
-def test_tokens_past_the_limit_of_a_grids_other_axes(cuda: Kernels, rng: np.random.Generator) -> None:
-    """More tokens than 65,535 in one call of each operator that has a block or more of its own for a token."""
-    tokens, size = 65537, 8
+def test_tokens_past_the_limit_of_a_grids_other_axes(shim: abi.Operators, rng: np.random.Generator) -> None:
+    """More tokens than 65,535 in one call of the operators that have two axes of blocks; one order of threads is enough."""
+    cuda, tokens, size = Kernels(shim), 65537, 8
     rows, weights = filled(rng.normal(size=(tokens, size)), "bfloat16"), filled(np.ones((tokens, 1)))
     out, order = poisoned((tokens, size), "bfloat16"), filled(np.arange(tokens)[::-1], "int32")
     sizes = {"row_size": size, "top_k": 1, "dtype": DType.bfloat16}

@@ -8,6 +8,8 @@ import inspect
 import re
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -51,12 +53,12 @@ def test_every_operator_is_checked_on_the_shim_and_on_a_gpu(gpu_check: ModuleTyp
     # The size of the workspace is part of every attention.
     operators = gpu_check.part("abi").parse_operators().keys() - {"attention_workspace"}
     for entries in (catalogue.TINY, catalogue.CHECKS):
-        assert {entry.build.func.__name__ for entry in (*catalogue.PROBES, *entries)} == operators
+        assert {entry.build.func.__name__ for entry in (*catalogue.PROBES, *catalogue.WIDE_PROBES, *entries)} == operators
 
 
 def test_entries_for_a_gpu_name_known_sizes_and_are_told_apart(gpu_check: ModuleType) -> None:
     catalogue = gpu_check.part("checks.catalogue")
-    for entries in (catalogue.CHECKS, catalogue.SPEED):
+    for entries in (catalogue.EVERY_KERNEL, catalogue.CHECKS, catalogue.SPEED, catalogue.WIDE_SPEED):
         for entry in entries:
             inspect.signature(entry.build.func).bind(None, **entry.build.keywords)
         assert len({(entry.name, str(entry.build.keywords)) for entry in entries}) == len(entries)
@@ -76,7 +78,7 @@ def broken(entry: object) -> object:
 
 def test_unwritten_outputs_are_wrong_whichever_kernel(gpu_check: ModuleType, device: object) -> None:
     catalogue = gpu_check.part("checks.catalogue")
-    for entry in (*catalogue.PROBES, *catalogue.TINY):
+    for entry in (*catalogue.PROBES, *catalogue.TINY, *catalogue.WIDE_PROBES, *catalogue.WIDE):
         assert gpu_check.run_entry(device, broken(entry)) is not None, entry.name
 
 
@@ -97,6 +99,41 @@ def test_wrong_fragments_end_the_checks(gpu_check: ModuleType, device: object, m
     assert status == gpu_check.WRONG
     assert "no further checks" in text
     assert "right:" not in text
+
+
+def test_wgmma_that_is_wrong_is_named_after_all_else(gpu_check: ModuleType, device: object) -> None:
+    """Nothing uses it by default: the rest is timed as ever, and the status tells."""
+    wide = [device.entries["wide check"][0], broken(device.entries["wide check"][-1])]
+    status, text = run(gpu_check, dataclasses.replace(device, entries={**device.entries, "wide check": wide}))
+    assert status == gpu_check.WRONG
+    assert f"- right: {wide[0].name}\n- WRONG: {wide[1].name}: " in text
+    assert "leave WIDE_PREFILL" in text
+    assert "WRONG RESULTS; 0 targets missed" in text
+    for entry in device.entries["speed"]:
+        assert f"\n| {entry.name} | " in text
+    assert f"| {device.entries['wide speed'][0].name} |" not in text
+    # On another card there is none of it.
+    status, text = run(gpu_check, dataclasses.replace(device, entries={**device.entries, "wide check": []}))
+    assert (status, "wgmma" in text) == (gpu_check.RIGHT, False)
+
+
+def test_a_timing_that_fails_takes_no_other_along(gpu_check: ModuleType, device: object) -> None:
+    def build(bench: object) -> object:
+        raise RuntimeError("out of memory\nlong story")
+
+    entries = [dataclasses.replace(device.entries["speed"][0], build=build), device.entries["speed"][1]]
+    status, text = run(gpu_check, dataclasses.replace(device, entries={**device.entries, "speed": entries, "wide check": []}))
+    assert status == gpu_check.WRONG
+    assert f"| {entries[0].name} | FAILED: out of memory | | | |\n| {entries[1].name} | " in text
+
+
+def test_whatever_ends_it_the_report_is_written(gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_device(seed: int, report: object) -> object:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setitem(gpu_check.DEVICES, "shim", broken_device)
+    assert gpu_check.main(["--backend", "shim", "--output", str(tmp_path / "report.md")]) == gpu_check.WRONG
+    assert "KeyError: 'a mistake of ours'" in (tmp_path / "report.md").read_text()
 
 
 def test_a_missed_target_is_named(gpu_check: ModuleType, device: object) -> None:
@@ -225,9 +262,10 @@ def test_the_outcome_is_known_before_others_are_timed(gpu_check: ModuleType, dev
         return ["other 1.0 us"] if name == "argmax" else []
 
     assert outcome.status == gpu_check.WRONG
+    expected = (gpu_check.RIGHT, len(device.entries["speed"]) + len(device.entries["wide speed"]))
     lines: list[str] = []
     gpu_check.check_device(dataclasses.replace(device, baselines=slow), gpu_check.Clock(600.0), lines.append, outcome)
-    assert seen == [(gpu_check.RIGHT, len(device.entries["speed"]))] * len(device.entries["speed"])
+    assert seen == [expected] * expected[1]
     assert len([line for line in lines if re.match(r"\| argmax \| fastengine [\d.]+ us, other 1.0 us \|", line)]) == 1
 
 
@@ -242,3 +280,50 @@ def test_comparison(gpu_check: ModuleType) -> None:
             workload.require_close("x", actual, expected, 0.01, 0.01)
     with pytest.raises(workload.WrongResult, match="shape"):
         workload.require_close("x", expected[:1], expected, 0.01, 0.01)
+
+
+@pytest.mark.parametrize(("capability", "wide"), [((9, 0), True), ((8, 9), False), ((8, 6), False)])
+def test_a_gpus_own_way_through_pytorch(
+    gpu_check: ModuleType, capability: tuple[int, int], wide: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, line by line, with PyTorch's own tensors, streams and events replaced by the host's: a misspelt name ends here."""
+    torch = pytest.importorskip("torch")
+    memory, catalogue, build = (gpu_check.part(name) for name in ("checks.memory", "checks.catalogue", "build"))
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) * 1e3
+
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "get_device_capability": lambda: capability,
+        "get_device_name": lambda: "stand-in",
+        "current_stream": lambda: SimpleNamespace(cuda_stream=0),
+        "synchronize": lambda: None,
+        "Event": Event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(memory.TorchMemory, "device", "cpu")
+    monkeypatch.setattr(memory.TorchMemory, "flush_bytes", 1024)
+    monkeypatch.setattr(build, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(build, "known_architectures", lambda nvcc: ("80", "89", "90", "100"))
+    built: list[Sequence[str]] = []
+    monkeypatch.setattr(build, "build_c_library", lambda architectures: built.append(architectures) or build.build_shim_library())
+    baselines = gpu_check.part("checks.baselines")
+    monkeypatch.setattr(baselines, "Sizes", lambda: baselines.TINY_SIZES)
+    for name in ("EVERY_KERNEL", "CHECKS", "SPEED"):
+        monkeypatch.setattr(catalogue, name, catalogue.TINY)
+    monkeypatch.setattr(catalogue, "WIDE_SPEED", catalogue.WIDE)
+    assert gpu_check.main(["--seed", "3"]) in (gpu_check.RIGHT, gpu_check.MISSED_TARGET)
+    out = capsys.readouterr().out
+    assert built == [[{(9, 0): "90", (8, 9): "89", (8, 6): "80"}[capability]]]
+    assert f"stand-in (sm_{capability[0]}{capability[1]}), PyTorch {torch.__version__}" in out
+    assert ("## Prefill by wgmma" in out) == wide
+    assert "All results are right" in out
+    assert "0 parts skipped" in out

@@ -131,3 +131,49 @@ def test_a_launch_that_no_card_would_make_fails(threads: Shim) -> None:
             assert ("bytes of shared memory and may have 101376" in library.fe_shim_error().decode()) == (status == FAILED)
     finally:
         library.fe_shim_set_multiprocessor_shared(228 * 1024)
+
+
+MISTAKES = [
+    "none",
+    "reads what was copied and not published",
+    "registers that nothing orders before it",
+    "waits for products that were not committed",
+    "ends with matrix products that nobody waited for",
+    "early read",
+    "early overwrite",
+    "registers reused",
+    "an operand outside of shared memory",
+]
+
+
+def products(threads: Shim, mistake: str) -> list[tuple[int, np.ndarray, str]]:
+    """Status, sums and error under every order."""
+    ones, results = np.full(8, 0x3F80, np.uint16), []
+    for order in range(8):
+        threads.library.fe_shim_set_schedule(order)
+        out = np.zeros(128, np.float32)
+        pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (ones, out))
+        status = threads.library.fe_test_product(*pointers, MISTAKES.index(mistake))
+        results.append((status, out, threads.library.fe_shim_error().decode()))
+    return results
+
+
+def test_products_of_a_warpgroup_are_right_when_waited_for(threads: Shim) -> None:
+    for status, out, error in products(threads, "none"):
+        assert (status, error) == (0, "")
+        assert (out == 16).all()
+
+
+@pytest.mark.parametrize("mistake", [m for m in MISTAKES if " " in m and not m.startswith(("early", "registers reused"))])
+def test_products_that_hardware_would_not_order_fail(threads: Shim, mistake: str) -> None:
+    for status, _, error in products(threads, mistake):
+        assert status == FAILED
+        assert mistake in error
+
+
+def test_products_touched_before_they_are_waited_for_show(threads: Shim) -> None:
+    """Sums are no numbers until then, and operands may be read until then: memory by other warps, registers unless all compute at once."""
+    assert all(np.isnan(out).all() for _, out, _ in products(threads, "early read"))
+    assert not any((out == 16).all() for _, out, _ in products(threads, "early overwrite"))
+    right = [bool((out == 16).all()) for _, out, _ in products(threads, "registers reused")]
+    assert right == [True] + [False] * 7
