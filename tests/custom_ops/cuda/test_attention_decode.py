@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fastengine.custom_ops.cuda import abi
 from tests.custom_ops.cuda.attention_case import Case, Shape
 from tests.custom_ops.cuda.memory import Kernels
 
@@ -33,6 +34,18 @@ def test_matches_float64(cuda: Kernels, rng: np.random.Generator, shape: Shape) 
 def test_many_pieces_of_a_long_context(cuda: Kernels, rng: np.random.Generator) -> None:
     """Past 32 * 256 tokens the pieces grow instead of their number."""
     Case(rng, Shape(heads=2, kv_heads=1, size=16, value_size=16), [1, 1], [8900, 700]).assert_right(cuda, max_query_tokens=1)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_order_of_threads_and_blocks_changes_no_bit(shim: abi.Operators, wide: bool) -> None:
+    """Several pieces of a decode added up, and tiles of a prefill, under orders as different as they get."""
+    shape, results = Shape(heads=4, kv_heads=2, sinks=True, wide=wide), []
+    for order in (0, 1, 5, 6):
+        shim.library.fe_shim_set_schedule(order)
+        results.append(Case(np.random.default_rng(8), shape, [1, 70, 1], [900, 200, 513]).run(Kernels(shim)))
+    shim.library.fe_shim_set_schedule(2)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
 
 
 def test_large_scores_do_not_overflow(cuda: Kernels, rng: np.random.Generator) -> None:

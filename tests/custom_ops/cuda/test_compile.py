@@ -92,6 +92,19 @@ def test_the_budget_notices_what_breaks_it() -> None:
     assert f"{kernel} on sm_80: in budget.json, not compiled" in build.over_budget(good[:place] + good[place + 1 :])
 
 
+@pytest.mark.timeout(300)
+def test_a_kernel_that_really_spills_breaks_it(reports: list[str], tmp_path: Path) -> None:
+    """The compiler itself, told to do with half of the registers: what it reports then is noticed."""
+    source = tmp_path / "norm.cu"
+    text = (build.KERNELS / "norm.cu").read_text()
+    assert text.count("__launch_bounds__(1024)") == 1
+    source.write_text(text.replace("__launch_bounds__(1024)", "__launch_bounds__(1024, 2)"))
+    flags = [*build.NVCC_FLAGS, *build.architecture_flags(["90"]), f"-I{build.KERNELS}"]
+    _, report = build.compile_object([build.find_nvcc()], flags, source)
+    problems = build.over_budget(build.read_resources(report))
+    assert any(re.search(r"^rms_norm_kernel<float, 4> on sm_90: [1-9]\d* bytes of spills", problem) for problem in problems), problems
+
+
 def test_the_report_of_ptxas_is_read() -> None:
     report = """
 ptxas info    : Compiling entry function '_ZN10fastengine4cuda17_GLOBAL__N_x_1_y15silu_mul_kernelIfEEvNS0_11SiluMulArgsE' for 'sm_90'
