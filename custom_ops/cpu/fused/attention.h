@@ -34,6 +34,7 @@ struct AttentionTask {
   int32_t first_token, num_queries, first_position, kv_head, seq;
   int32_t first_chunk, last_chunk;
   int32_t split;  // the one this task is part of, or -1: it walks all chunks
+  int32_t is_new;  // the sequence's one token is as QKV left it: see NewRows
 };
 
 // Tasks of the same queries that share the chunks: each leaves its chunks' results in `partials`, and the
@@ -43,9 +44,20 @@ struct AttentionSplit {
   int32_t num_tasks, num_chunks;
 };
 
+// What rotates a row of queries and keys and stores keys and values. Of a sequence of one token attention does that
+// itself: its keys and values are read right after, and need no phase of their own.
+struct NewRows {
+  const float* cos_sin;
+  int64_t rotary_dim;
+  bool interleaved;
+  const float *query_norm, *key_norm;  // or null
+  float epsilon;
+  const int32_t *positions, *slot_mapping;
+};
+
 struct AttentionInput {
   KvLayer cache;
-  const float* qkv;  // [tokens][qkv_stride], query rows already rotated
+  const float* qkv;  // [tokens][qkv_stride], query rows already rotated unless they are new
   int64_t qkv_stride;
   float* out;  // [tokens][num_heads * head_dim]
   int64_t num_heads;
@@ -55,6 +67,7 @@ struct AttentionInput {
   const AttentionSplit* splits;
   uint32_t* arrived;  // [splits]: tasks that have ended, zero before the first
   float* partials;
+  NewRows new_rows;
 };
 
 FE_INLINE int64_t queries_per_task(int64_t heads_per_kv) { return max_i(1, kTaskRows / heads_per_kv); }
@@ -65,7 +78,7 @@ FE_INLINE int64_t partial_floats(int64_t num_rows, int64_t head_dim) { return 2 
 // Stores one token's key and value row of one head at `slot`.
 void write_kv(const KvLayer& cache, int64_t slot, int64_t head, const float* key, const float* value);
 
-int64_t attention_scratch_bytes(int64_t head_dim);
+int64_t attention_scratch_bytes(int64_t head_dim, int64_t rotary_dim);
 // `next` is the task that this thread will probably walk afterwards.
 void attention_float(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next, void* scratch);
 void attention_int8(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next, void* scratch);

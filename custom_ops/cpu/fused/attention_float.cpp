@@ -15,11 +15,11 @@ struct FloatKernel {
   int64_t block_size, d;
   float* queries;  // [rows][head_dim], scaled
 
-  FE_MEMBER FloatKernel(const AttentionInput& in, const AttentionTask& task, void* scratch)
+  FE_MEMBER FloatKernel(const AttentionInput& in, const AttentionTask& task, const QueryRows& rows, void* scratch)
       : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<float*>(scratch)) {
     const int64_t heads = in.num_heads / in.cache.num_kv_heads;
     for (int64_t r = 0; r < task.num_queries * heads; ++r) {
-      const float* const source = in.qkv + (task.first_token + r / heads) * in.qkv_stride + (task.kv_head * heads + r % heads) * d;
+      const float* const source = rows.at(r);
       for (int64_t i = 0; i < d; i += kLanes) vstore(queries + r * d + i, vmul(vload(source + i), vset(in.scale)));
     }
   }
@@ -118,7 +118,7 @@ struct FloatKernel {
 
 }  // namespace
 
-int64_t attention_scratch_bytes(int64_t head_dim) { return 2 * kTaskRows * head_dim * 4; }
+int64_t attention_scratch_bytes(int64_t head_dim, int64_t rotary_dim) { return (2 * kTaskRows * head_dim + new_row_floats(head_dim, rotary_dim)) * 4; }
 
 void attention_float(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next, void* scratch) {
   if (in.cache.type == KvType::kBfloat16) {

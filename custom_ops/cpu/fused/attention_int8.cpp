@@ -69,12 +69,11 @@ struct Int8Kernel {
   // Of the chunk in hand; positions that nobody has written weigh nothing.
   alignas(64) float key_scales[kChunk], value_logs[kChunk], value_inverses[kChunk];
 
-  FE_MEMBER Int8Kernel(const AttentionInput& in, const AttentionTask& task, void* scratch)
+  FE_MEMBER Int8Kernel(const AttentionInput& in, const AttentionTask& task, const QueryRows& rows, void* scratch)
       : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<int32_t*>(scratch)) {
     const int64_t heads = in.num_heads / in.cache.num_kv_heads;
     for (int64_t r = 0; r < task.num_queries * heads; ++r) {
-      const float* const source = in.qkv + (task.first_token + r / heads) * in.qkv_stride + (task.kv_head * heads + r % heads) * d;
-      starts[r] = -128 * quantize_query(source, d, scales + r, queries + r / kGroupRows * (d / 4) * kGroupRows + r % kGroupRows);
+      starts[r] = -128 * quantize_query(rows.at(r), d, scales + r, queries + r / kGroupRows * (d / 4) * kGroupRows + r % kGroupRows);
       scales[r] *= in.scale;
     }
   }
@@ -224,11 +223,18 @@ struct Int8Kernel {
         score<kRows, false>(dots, i, first, counts, most, scores);
       }
     }
+    // A short chunk has asked for as much of the next one; for the rest of it now.
+    for (int64_t i = padded; i < kChunk; i += 16) {
+      for (int64_t q = 0; q < d / 4; ++q) prefetch(next.keys[i / 16] + q * block_size * 4);
+    }
     for (int r = 0; r < kRows; ++r) maxima[r] = vmaximum(vload(most + r * kLanes));
     for (int r = 0; r < kRows; ++r) sums[r] = weigh(scores + r * kChunk, maxima[r], padded, reinterpret_cast<uint8_t*>(weights + r * (kChunk / 4)));
     RowFactors factors;
     settle(target, maxima, sums, kRows, &factors);
     const int64_t pieces = ceil_div(most_visible, 16);
+    for (int64_t piece = pieces; piece < kChunk / 16; ++piece) {
+      for (int64_t at = 0; at < 16 * d; at += 64) prefetch(next.values[piece] + at);
+    }
     int64_t f = 0;
     for (; f + kAtOnce * kLanes <= d; f += kAtOnce * kLanes) add_values<kRows, kAtOnce>(chunk, next, f, weights, pieces, target, factors);
     for (; f + 2 * kLanes <= d; f += 2 * kLanes) add_values<kRows, 2>(chunk, next, f, weights, pieces, target, factors);

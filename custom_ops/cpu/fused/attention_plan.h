@@ -30,6 +30,8 @@ struct AttentionPlan {
   AttentionTask* tasks;
   AttentionSplit* splits;
   int64_t num_tasks, num_splits, num_partials;
+  int32_t* not_new;  // [num_not_new]: tokens of sequences of several, which are rotated and stored before
+  int64_t num_not_new;
 };
 
 // A run of queries is split over several tasks where it would hold up the other threads. That changes who
@@ -42,6 +44,7 @@ FE_INLINE void plan_attention(const ModelShape& shape, const StepArgs& s, int nu
   plan->num_tasks = plan->num_splits = plan->num_partials = 0;
   for_query_runs(shape, s, [&](int64_t seq, int64_t first, int64_t count, int64_t chunks) {
     const int64_t parts = num_threads == 1 ? 1 : min_i(chunks, ceil_div(2 * cost_of(count, heads, chunks), 3 * share));
+    const bool is_new = s.query_starts[seq + 1] - s.query_starts[seq] == 1;
     const int64_t token = s.query_starts[seq] + first, position = s.context_lens[seq] - (s.query_starts[seq + 1] - s.query_starts[seq]) + first;
     for (int64_t head = 0; head < kv_heads; ++head) {
       const int64_t split = parts > 1 ? plan->num_splits++ : -1;
@@ -52,10 +55,17 @@ FE_INLINE void plan_attention(const ModelShape& shape, const StepArgs& s, int nu
       for (int64_t part = 0; part < parts; ++part, ++plan->num_tasks) {
         if (plan->tasks == nullptr) continue;
         plan->tasks[plan->num_tasks] = {static_cast<int32_t>(token), static_cast<int32_t>(count), static_cast<int32_t>(position), static_cast<int32_t>(head), static_cast<int32_t>(seq),
-                                        static_cast<int32_t>(part * chunks / parts), static_cast<int32_t>((part + 1) * chunks / parts), static_cast<int32_t>(split)};
+                                        static_cast<int32_t>(part * chunks / parts), static_cast<int32_t>((part + 1) * chunks / parts), static_cast<int32_t>(split), is_new};
       }
     }
   });
+  plan->num_not_new = 0;
+  for (int64_t i = 0; i < s.num_seqs; ++i) {
+    const int32_t first = s.query_starts[i], last = s.query_starts[i + 1];
+    for (int32_t t = first; last - first > 1 && t < last; ++t, ++plan->num_not_new) {
+      if (plan->not_new != nullptr) plan->not_new[plan->num_not_new] = t;
+    }
+  }
 }
 
 }  // namespace FE_ISA

@@ -1,7 +1,7 @@
 // What attention does whatever its cache holds: chunks, groups of rows, splits.
 //
 // A Kernel has
-//   Kernel(in, task, scratch)         takes the task's query rows
+//   Kernel(in, task, rows, scratch)   takes the task's query rows
 //   Chunk chunk_at(in, task, chunk)   where the chunk's keys and values are
 //   void prepare(chunk, next, visible)   once per chunk, before its groups; `visible` positions are written
 //   group<kRows>(chunk, next, first_row, counts, masked, target)
@@ -9,12 +9,48 @@
 // values to target.out as target.fold says.
 #pragma once
 
+#include "rows.h"
 #include "softmax.h"
 
 #define FE_MEMBER inline __attribute__((always_inline))
 
 namespace fastengine {
 namespace FE_ISA {
+
+// Where a task's query rows stand.
+struct QueryRows {
+  const float* first;
+  int64_t heads, token_stride, head_dim;
+  FE_MEMBER const float* at(int64_t row) const { return first + row / heads * token_stride + row % heads * head_dim; }
+};
+
+// A new row's queries, and its key; scratch of its rotation.
+FE_INLINE int64_t new_row_floats(int64_t head_dim, int64_t rotary_dim) { return (kTaskRows + 1) * head_dim + 2 * rotary_dim; }
+
+// Rotates the queries of a new row into `scratch`. The task that walks its last chunk stores its key and value.
+FE_INLINE QueryRows take_new_row(const AttentionInput& in, const AttentionTask& task, float* scratch) {
+  const NewRows& n = in.new_rows;
+  const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads;
+  const float* const row = in.qkv + task.first_token * in.qkv_stride;
+  float *const queries = scratch, *const key = queries + kTaskRows * d;
+  const Rotation rotation(n.cos_sin + n.positions[task.first_token] * n.rotary_dim, n.rotary_dim, n.interleaved, key + d);
+  const auto rotate = [&](const float* source, const float* norm, float* target) {
+    if (norm != nullptr) {
+      norm_row(source, norm, d, n.epsilon, target);
+    } else {
+      for (int64_t i = 0; i < d; i += kLanes) vstore(target + i, vload(source + i));
+    }
+    rotation.apply(target);
+  };
+  const int64_t slot = n.slot_mapping[task.first_token];
+  if (slot >= 0 && task.last_chunk * kChunk > task.first_position) {
+    const float* const source = row + (in.num_heads + task.kv_head) * d;
+    rotate(source, n.key_norm, key);
+    write_kv(in.cache, slot, task.kv_head, key, source + in.cache.num_kv_heads * d);
+  }
+  for (int64_t h = 0; h < heads; ++h) rotate(row + (task.kv_head * heads + h) * d, n.query_norm, queries + h * d);
+  return {queries, heads, 0, d};
+}
 
 // Where a group's rows of one chunk go. With a state they are folded into `out`, else `out` is overwritten
 // with them, and `maxima` and `sums` are kept beside.
@@ -106,12 +142,15 @@ FE_INLINE void fold_split(const AttentionInput& in, const AttentionTask& task, c
   finish(in, task, sums, out);
 }
 
-// scratch: the rows' output [kTaskRows][head_dim], then the kernel's own.
+// scratch: the rows' output [kTaskRows][head_dim], a new row, then the kernel's own.
 template <typename Kernel>
 FE_INLINE void walk(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next_task, void* scratch) {
   const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads, num_rows = task.num_queries * heads;
   float* const out = static_cast<float*>(scratch);
-  Kernel kernel(in, task, out + kTaskRows * d);
+  float *const new_row = out + kTaskRows * d, *const own = new_row + new_row_floats(d, in.new_rows.rotary_dim);
+  const QueryRows rows = task.is_new != 0 ? take_new_row(in, task, new_row)
+                                          : QueryRows{in.qkv + task.first_token * in.qkv_stride + task.kv_head * heads * d, heads, in.qkv_stride, d};
+  Kernel kernel(in, task, rows, own);
   alignas(64) float maxima[kTaskRows], sums[kTaskRows];
   const bool is_split = task.split >= 0;
   for (int64_t r = 0; r < kTaskRows; ++r) maxima[r] = -3.0e38f, sums[r] = 0.0f;

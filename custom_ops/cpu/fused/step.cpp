@@ -43,7 +43,7 @@ Activations for_linear(const Activations& a, const LinearView& w) {
 }
 
 int64_t scratch_bytes(const ModelView& m) {
-  const int64_t bytes = attention_scratch_bytes(m.shape.head_dim) + 4 * m.shape.hidden + 64;
+  const int64_t bytes = attention_scratch_bytes(m.shape.head_dim, m.shape.rotary_dim) + 4 * m.shape.hidden + 64;
   return ceil_div(bytes, 64) * 64 + 64;
 }
 
@@ -79,6 +79,7 @@ Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* b
   plan_attention(m.shape, s, num_threads, &w.plan);
   w.plan.tasks = cutter.take<AttentionTask>(w.plan.num_tasks);
   w.plan.splits = cutter.take<AttentionSplit>(w.plan.num_splits);
+  w.plan.not_new = cutter.take<int32_t>(w.plan.num_not_new);
   w.arrived = cutter.take<uint32_t>(w.plan.num_splits * m.shape.num_layers);
   w.partials = cutter.take<float>(w.plan.num_partials);
   w.scratch_bytes = scratch_bytes(m);
@@ -170,12 +171,18 @@ struct Step {
     return c;
   }
 
+  NewRows new_rows(const LayerView& layer) const {
+    const ModelShape& p = m.shape;
+    return {m.cos_sin, p.rotary_dim, p.rope_interleaved != 0, layer.query_norm, layer.key_norm, p.rms_epsilon, s.positions, s.slot_mapping};
+  }
+
   void rotate_and_store(Member& me, const LayerView& layer, const KvLayer& c) const {
     const ModelShape& p = m.shape;
     // Neighbours in a sequence share cache lines of the keys and values.
-    const int64_t grain = max_i(1, min_i(16, s.num_tokens / (4 * me.team->num_threads)));
-    for_tasks(me, s.num_tokens, grain, [&](int64_t first, int64_t last) {
-      for (int64_t t = first; t < last; ++t) {
+    const int64_t grain = max_i(1, min_i(16, w.plan.num_not_new / (4 * me.team->num_threads)));
+    for_tasks(me, w.plan.num_not_new, grain, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t t = w.plan.not_new[i];
         float* const row = w.qkv + t * w.qkv_stride;
         const Rotation rotation(m.cos_sin + s.positions[t] * p.rotary_dim, p.rotary_dim, p.rope_interleaved != 0, reinterpret_cast<float*>(scratch(me)));
         for (int64_t h = 0; h < p.num_heads + p.num_kv_heads; ++h) {
@@ -194,7 +201,7 @@ struct Step {
   void attend(Member& me, int64_t l) const {
     const AttentionPlan& plan = w.plan;
     const AttentionInput in{cache(l), w.qkv, w.qkv_stride, w.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale * kLog2E,
-                            plan.splits, w.arrived + l * plan.num_splits, w.partials};
+                            plan.splits, w.arrived + l * plan.num_splits, w.partials, new_rows(m.layers[l])};
     // A thread prefetches the beginning of the task after the one it has, which in its own part is its next.
     for_tasks(me, plan.num_tasks, 1, [&](int64_t i, int64_t) { attention(in, plan.tasks[i], plan.tasks[min_i(i + 1, plan.num_tasks - 1)], scratch(me)); });
   }
@@ -310,7 +317,7 @@ struct Step {
       const KvLayer c = cache(l);
       quantize(me, w.x, m.shape.hidden, m.shape.hidden, layer.input_norm, own(me, w.input, layer.qkv), copied);
       project_qkv(me, layer);
-      rotate_and_store(me, layer, c);
+      if (w.plan.num_not_new > 0) rotate_and_store(me, layer, c);
       attend(me, l);
       quantize(me, w.attended, width, width, nullptr, own(me, w.context, layer.output), copied);
       project_and_add(me, layer.output, own(me, w.context, layer.output));
