@@ -13,6 +13,7 @@ from fastengine.entrypoints.responses import error_reply
 from fastengine.frontend.errors import ApiError, engine_unavailable
 from fastengine.frontend.http_metrics import OTHER, HttpMetrics
 from fastengine.frontend.http_protocol import READ_CLOCK, ReadClock
+from fastengine.frontend.turnstile import Turnstile
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class HttpGate:
         self._control_keys = [key.encode() for key in control_keys]
         self._control_paths = control_paths
         self._metrics = metrics
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,6 +57,8 @@ class HttpGate:
 
         refusal = self._refusal(scope)
         try:
+            if scope["path"] not in self._control_paths and scope["path"] not in OPEN_PATHS:
+                await self._turnstile.enter()
             if refusal is None:
                 await self._app(scope, in_time(scope, receive), counted)
             else:
