@@ -36,7 +36,9 @@ def product_probe(bench: Bench, dtype: str, in_registers: bool, across: bool, ad
     left = memory.upload(encode(fragment, dtype).view(np.int32), "int32")
     place = (16 * (thread // 32) + lane // 4 + 8 * (i64 // 2 % 2), 8 * (i64 // 4) + 2 * (lane % 4) + i64 % 2)
     given, sums = memory.upload(image, "uint8"), memory.filled(c[place])
-    places = {"left_begin": left_begin, "left_stride": GROUP, "right_begin": right_begin, "right_leading": 64 * ROW, "right_stride": GROUP}
+    places = {"left_begin": left_begin, "left_stride": GROUP, "right_begin": right_begin, "right_stride": GROUP}
+    # Between panels; of a single one the manual assumes 16.
+    places["right_leading"] = 64 * ROW if across else 16
     kind = {"in_registers": int(in_registers), "across": int(across), "adds": int(adds), "dtype": code(dtype)}
 
     def launch() -> None:

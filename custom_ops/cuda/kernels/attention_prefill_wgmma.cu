@@ -79,8 +79,8 @@ struct WideBlock : TileRows<C> {
 
   FE_DEVICE void start_scores(int stage) {
     constexpr int kGroupRows = 8 * kPanelRow;
-    const uint64_t query = matrix_operand(shared_address(shared) + static_cast<uint32_t>(warp_id() / 4 * 64 * kPanelRow), 0, kGroupRows);
-    const uint64_t key = matrix_operand(shared_address(keys(stage)), 0, kGroupRows);
+    const uint64_t query = matrix_operand(shared_address(shared) + static_cast<uint32_t>(warp_id() / 4 * 64 * kPanelRow), kNoLeading, kGroupRows);
+    const uint64_t key = matrix_operand(shared_address(keys(stage)), kNoLeading, kGroupRows);
     products_begin();
 #pragma unroll
     for (int k = 0; k < C::kHead / 16; ++k) {

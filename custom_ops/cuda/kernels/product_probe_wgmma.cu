@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) product_probe_kernel(const ProductPr
   if constexpr (kInRegisters) {
     WarpgroupProduct<T, kAcross>::run(d, left[0], right, a.adds);
   } else {
-    WarpgroupProduct<T, kAcross>::run(d, matrix_operand(shared_address(shared) + static_cast<uint32_t>(a.left_begin), 0, a.left_stride), right, a.adds);
+    WarpgroupProduct<T, kAcross>::run(d, matrix_operand(shared_address(shared) + static_cast<uint32_t>(a.left_begin), kNoLeading, a.left_stride), right, a.adds);
   }
   products_commit();
   products_wait(d, left);

@@ -26,12 +26,13 @@ namespace cuda {
 constexpr int kPanelColumns = 64;    // 16-bit values
 constexpr int kPanelRow = 128;       // bytes
 constexpr int kPanelAlignment = 1024;
+constexpr int kNoLeading = 16;       // bytes: what the manual assumes where there is none
 
 // Where chunk `chunk` (of 16 bytes) of a row of a panel lies, in bytes from the panel's begin.
 FE_HOST_DEVICE int swizzled(int row, int chunk) { return row * kPanelRow + ((chunk ^ (row & 7)) << 4); }
 
 // A matrix operand in shared memory (PTX manual, "Matrix Descriptor"). `stride`: bytes between neighbouring groups of eight
-// rows of a panel; `leading`: bytes between panels, for operands that go over several along their rows.
+// rows of a panel; `leading`: bytes between panels, for operands that go over several along their rows, else kNoLeading.
 FE_DEVICE uint64_t matrix_operand(uint32_t address, int leading, int stride) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   const auto field = [](uint32_t bytes) { return static_cast<uint64_t>(bytes >> 4 & 0x3fffu); };
