@@ -74,6 +74,21 @@ def test_threads_that_share_a_context_change_nothing(isa: str, kv_type: KvType) 
 
 
 @pytest.mark.parametrize("kv_type", list(KvType))
+@pytest.mark.parametrize("num_heads", [3, 4])
+def test_where_a_prompt_is_cut_changes_no_bit(isa: str, kv_type: KvType, num_heads: int) -> None:
+    """Also where rows that see nothing of a chunk of 128 positions are computed together with rows that do."""
+    model = TinyModel(Layout.FLOAT32, isa_argument(isa), num_heads=num_heads, num_kv_heads=1)
+    tokens = np.random.default_rng(10).integers(0, 300, 270)
+    cache, blocks = cache_and_blocks(model, kv_type, 32, tokens.size, seed=10)
+    whole = step(model.fused, cache, [Row(tokens, 0, blocks)])
+    for cut in (1, 2, 3, 127, 128, 129, 254, 255):
+        cache, blocks = cache_and_blocks(model, kv_type, 32, tokens.size, seed=cut)
+        parts = [step(model.fused, cache, [Row(part, at, blocks)]) for part, at in ((tokens[:cut], 0), (tokens[cut:], cut))]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+    model.fused.close()
+
+
+@pytest.mark.parametrize("kv_type", list(KvType))
 def test_values_of_zero_and_of_different_size(isa: str, kv_type: KvType) -> None:
     """Value rows that are zero or a thirtieth of the others' size, as at the first token of real models."""
     model = TinyModel(Layout.FLOAT32, isa_argument(isa), num_layers=1)
