@@ -213,7 +213,7 @@ class _Vocabulary:
 def _message(error: str) -> str:
     """The library's message without the dump of its state; a bare name of a state is explained."""
     text = error.split("\n<state>", 1)[0][:1000]
-    return f"no text fits, as where a rule leads only to itself ({text})" if text.isidentifier() else text
+    return "no text fits, as where a rule leads only to itself" if text.isidentifier() else text
 
 
 def to_llguidance(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
