@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastengine.config import SchedulerConfig
 from fastengine.worker.batch import PersistentBatch
+from fastengine.worker.block_swap import STAGING_BYTES
 from fastengine.worker.cuda_forward import CudaSteps, ForwardPass
 from fastengine.worker.cuda_graphs import LARGEST_BY_DEFAULT, DecodeGraphs, capture_sizes
 from fastengine.worker.cuda_memory import StepLimits, measure_kv_budget
@@ -22,6 +23,7 @@ class GpuModel:
             raise ValueError(f"--dtype {dtype}: the CUDA operators compute in {' or '.join(cuda.compute_dtypes)}")
         if model.spec.head_dim not in cuda.head_sizes:
             raise ValueError(f"the model has heads of {model.spec.head_dim}: the CUDA operators have {', '.join(map(str, cuda.head_sizes))}")
+        self.copy_blocks = cuda.copy_blocks
         self._limits = limits
         self._cuda = cuda
         self._forward = ForwardPass(model, cuda.make_plan)
@@ -29,9 +31,10 @@ class GpuModel:
         largest = config.max_capture_batch_size
         self.capture_sizes = capture_sizes(min(config.max_num_seqs, LARGEST_BY_DEFAULT if largest is None else largest))
 
-    def kv_budget(self, shape: KVShape, utilization: float) -> int:
-        """Bytes that the KV cache may take beside all else."""
-        return measure_kv_budget(self._forward, shape, self._limits, utilization, self.capture_sizes, self._cuda.memory, "gpu")
+    def kv_budget(self, shape: KVShape, utilization: float, *, swaps: bool) -> int:
+        """Bytes that the KV cache may take beside all else. ``swaps``: room is left for the staging buffer."""
+        budget = measure_kv_budget(self._forward, shape, self._limits, utilization, self.capture_sizes, self._cuda.memory, "gpu")
+        return budget - STAGING_BYTES if swaps else budget
 
     def steps(self, cache: KVCache, batch: PersistentBatch) -> CudaSteps:
         """The steps over ``cache``, decodes captured; those over an earlier cache are given up."""

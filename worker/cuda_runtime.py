@@ -9,6 +9,7 @@ import paddle
 
 from fastengine import custom_ops
 from fastengine.custom_ops.library import LibraryUnavailable
+from fastengine.worker.block_swap import BlockCopier
 from fastengine.worker.cuda_graphs import GraphFactory, paddle_graphs
 from fastengine.worker.cuda_memory import DeviceMemory, PaddleDeviceMemory
 from fastengine.worker.cuda_plans import PlanMaker
@@ -21,6 +22,7 @@ class CudaRuntime:
     compute_dtypes: tuple[str, ...]
     head_sizes: tuple[int, ...]
     make_plan: PlanMaker | None
+    copy_blocks: BlockCopier
     graphs: Callable[[], GraphFactory]
     memory: DeviceMemory
     synchronize: Callable[[], None]
@@ -36,5 +38,11 @@ class CudaRuntime:
 
         place = paddle.CUDAPlace(paddle.distributed.ParallelEnv().device_id)
         return cls(
-            ("bfloat16", "float16"), ops.HEAD_SIZES, ops.attention_plan, lambda: paddle_graphs(place), PaddleDeviceMemory(), paddle.device.synchronize
+            ("bfloat16", "float16"),
+            ops.HEAD_SIZES,
+            ops.attention_plan,
+            ops.copy_blocks,
+            lambda: paddle_graphs(place),
+            PaddleDeviceMemory(),
+            paddle.device.synchronize,
         )

@@ -18,6 +18,7 @@ import numpy as np
 import paddle
 
 from fastengine.config import CacheConfig
+from fastengine.worker.block_swap import BlockCopier, StagedSwap
 from fastengine.worker.memory import BYTES_PER_ELEMENT, Storage, free_host_bytes
 
 CPU_SHARE_OF_FREE_MEMORY = 0.25
@@ -79,14 +80,18 @@ class LayerCache:
 
 
 class KVCache:
-    """Owns the pools of all layers. The engine alone decides what is in which block."""
+    """Owns the pools of all layers. The engine alone decides what is in which block.
 
-    def __init__(self, shape: KVShape, num_blocks: int, num_host_blocks: int, device: str):
+    ``copy_blocks``: the device's operator, needed to swap with a device that is not the host.
+    """
+
+    def __init__(self, shape: KVShape, num_blocks: int, num_host_blocks: int, device: str, copy_blocks: BlockCopier | None = None):
         self.shape = shape
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.layers = [LayerCache.of(shape, num_blocks, device) for _ in range(shape.num_layers)]
         self.host_layers = [LayerCache.of(shape, num_host_blocks, "cpu") for _ in range(shape.num_layers)] if num_host_blocks else []
+        self._staged = None if copy_blocks is None else StagedSwap(self._swapped_pools(), copy_blocks)
         self.allocate()
 
     def allocate(self) -> None:
@@ -105,26 +110,32 @@ class KVCache:
 
     def swap_out(self, pairs: np.ndarray) -> None:
         """Copy blocks to the host: ``int32[n, 2]`` of (device block, host block)."""
-        for layer, host in zip(self.layers, self.host_layers, strict=True):
-            _copy_blocks(layer, pairs[:, 0], host, pairs[:, 1])
+        if self._staged is not None:
+            self._staged.to_host(pairs[:, 0], pairs[:, 1])
+            return
+        for device, host in self._swapped_pools():
+            host.rows()[pairs[:, 1]] = device.rows()[pairs[:, 0]]
 
     def swap_in(self, pairs: np.ndarray) -> None:
         """Copy blocks back: ``int32[n, 2]`` of (host block, device block)."""
-        for layer, host in zip(self.layers, self.host_layers, strict=True):
-            _copy_blocks(host, pairs[:, 0], layer, pairs[:, 1])
+        if self._staged is not None:
+            self._staged.to_device(pairs[:, 0], pairs[:, 1])
+            return
+        for device, host in self._swapped_pools():
+            device.rows()[pairs[:, 1]] = host.rows()[pairs[:, 0]]
 
     def host_block(self, block: int) -> list[memoryview]:
         """The memory of one host block as bytes: a piece for each pool of each layer, in the order of the layers."""
         rows = (slice(block, block + 1),)
         return [memoryview(storage.bits(rows)).cast("B") for layer in self.host_layers for storage in layer.storages()]
 
+    def _swapped_pools(self) -> list[tuple[Storage, Storage]]:
+        """(device's, host's) pools of all layers; none without host blocks."""
+        layers = zip(self.layers, self.host_layers, strict=True) if self.host_layers else ()
+        return [pair for layer, host in layers for pair in zip(layer.storages(), host.storages(), strict=True)]
+
     def _storages(self) -> list[Storage]:
         return [storage for layer in (*self.layers, *self.host_layers) for storage in layer.storages()]
-
-
-def _copy_blocks(source: LayerCache, source_ids: np.ndarray, target: LayerCache, target_ids: np.ndarray) -> None:
-    for read, write in zip(source.storages(), target.storages(), strict=True):
-        write.copy_rows_from(read, source_ids, target_ids)
 
 
 def blocks_that_fit(config: CacheConfig, shape: KVShape, gpu_budget: Callable[[], int] | None, num_ranks: int, most_useful: int) -> int:

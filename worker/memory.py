@@ -106,16 +106,15 @@ class Storage:
         assert self._array is not None, "no address: dropped, or not on the host"
         return self._array.ctypes.data
 
-    def copy_rows_from(self, source: Storage, source_ids: np.ndarray, ids: np.ndarray) -> None:
-        """``self[ids] = source[source_ids]`` along the first dimension, in place; devices may differ."""
-        if self._array is not None and source._array is not None:
-            self._array[ids] = source._array[source_ids]
-            return
-        assert self.tensor is not None, "copy to dropped storage"
-        assert source.tensor is not None, "copy from dropped storage"
-        read, write = _as_words(source.tensor), _as_words(self.tensor)
-        rows = paddle.index_select(read, paddle.to_tensor(source_ids, place=read.place), axis=0)
-        paddle.scatter_(write, paddle.to_tensor(ids, place=write.place), rows.to(write.place))
+    @property
+    def bytes_per_row(self) -> int:
+        """Of the first dimension's rows."""
+        return self.nbytes // self.shape[0]
+
+    def rows(self) -> np.ndarray:
+        """The memory itself as uint8 ``[first dimension, bytes_per_row]``. On the host only."""
+        assert self._array is not None, "no rows: dropped, or not on the host"
+        return self._array.reshape(self.shape[0], -1).view(np.uint8)
 
     def save(self, fd: int, moved: Moved) -> None:
         """Append the raw bytes to an open file. ``moved`` is told of every stretch."""
@@ -135,11 +134,6 @@ class Storage:
             same_width = {"float32": "float32", "bfloat16": "int16", "float16": "float16"}[self.dtype]
             self.tensor[...] = paddle.to_tensor(raw.view(NUMPY_DTYPES[self.dtype]), dtype=same_width).view(self.dtype)
         return offset + self.nbytes
-
-
-def _as_words(tensor: paddle.Tensor) -> paddle.Tensor:
-    """The same memory as a type that Paddle's gathers know: they lack the 8-bit ones."""
-    return tensor.view("int32") if tensor.dtype in (paddle.int8, paddle.uint8) else tensor
 
 
 def full_index(shape: tuple[int, ...]) -> Index:

@@ -118,7 +118,7 @@ class ModelHost:
         blocks_per_sequence = -(-self.max_model_len // self.config.cache.block_size)
         most_useful = MOST_FULL_BATCHES * self.config.scheduler.max_num_seqs * blocks_per_sequence
         cache, shape, gpu = self.config.cache, self.kv_shape(), self._gpu
-        gpu_budget = None if gpu is None else lambda: gpu.kv_budget(shape, cache.gpu_memory_utilization)
+        gpu_budget = None if gpu is None else lambda: gpu.kv_budget(shape, cache.gpu_memory_utilization, swaps=cache.swap_space > 0)
         return blocks_that_fit(cache, shape, gpu_budget, self.tp.size, most_useful)
 
     def init_cache(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -135,7 +135,8 @@ class ModelHost:
         )
         grammars = None if self.is_null else SlotGrammars(self._compiler, self.spec.vocab_size)
         table = SamplingTable(self.config.scheduler.max_num_seqs, self.spec.vocab_size, self.spec.eos_token_ids, grammars)
-        self.cache = KVCache(self.kv_shape(), num_blocks, num_host_blocks, self.device)
+        copy_blocks = None if self._gpu is None else self._gpu.copy_blocks
+        self.cache = KVCache(self.kv_shape(), num_blocks, num_host_blocks, self.device, copy_blocks)
         self._runner = ModelRunner(self.batch, table, self._executor(self.cache, self.batch, table))
 
     def compile_grammar(self, grammar: GrammarSpec, done: Callable[[str | None], None]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import paddle
 
+from fastengine.custom_ops.cuda import ops
 from fastengine.worker.cuda_memory import MemoryFigures
 from fastengine.worker.cuda_plans import AttentionPlans, PlanMaker
 from fastengine.worker.cuda_runtime import CudaRuntime
@@ -110,7 +111,8 @@ def cuda_host(
     **flags: Any,
 ) -> ModelHost:
     """A host that believes to be on a GPU, loaded, without a KV cache."""
-    runtime = CudaRuntime(dtypes, head_sizes, make_plan, lambda: device.new_graph, memory or FakeMemory(PLENTY), device.synchronize)
+    memory = memory or FakeMemory(PLENTY)
+    runtime = CudaRuntime(dtypes, head_sizes, make_plan, ops.copy_blocks, lambda: device.new_graph, memory, device.synchronize)
     host = ModelHost(config_for(path, **{"dtype": "float32", **flags}), TensorParallel(), num_threads=2, cuda=runtime)
     assert host.model is not None
     host.model.forward = device.wrap(host.model.forward)  # type: ignore[method-assign]

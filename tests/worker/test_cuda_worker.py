@@ -13,7 +13,7 @@ from fastengine import custom_ops
 from fastengine.custom_ops.cuda import build, library, ops
 from fastengine.custom_ops.library import LibraryUnavailable
 from fastengine.protocol.requests import SamplingParams
-from fastengine.worker import parallel, sampler
+from fastengine.worker import block_swap, parallel, sampler
 from fastengine.worker.cuda_runtime import CudaRuntime
 from fastengine.worker.kv_cache import KVCache, KVShape
 from fastengine.worker.memory import Storage
@@ -121,21 +121,36 @@ def test_constrained_rows_are_masked_by_the_operator(cuda_operators: None, rng: 
 # ---- memory on the device: the same code without a mapping behind it ----------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
-def test_blocks_are_swapped_out_and_in(dtype: str, rng: np.random.Generator) -> None:
-    cache = KVCache(KVShape(2, 2, 8, 16, dtype), 6, 4, "gpu")
+@pytest.mark.parametrize("blocks_at_a_time", [1, 2, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8"])
+def test_blocks_are_swapped_out_and_in(
+    dtype: str, blocks_at_a_time: int, cuda_operators: None, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    shape = KVShape(2, 2, 8, 16, dtype)
+    monkeypatch.setattr(block_swap, "STAGING_BYTES", shape.bytes_per_block * blocks_at_a_time)
+    copies = []
+
+    def copy_blocks(*args: Any) -> None:
+        copies.append(len(args[0]))
+        ops.copy_blocks(*args)
+
+    cache = KVCache(shape, 8, 6, "gpu", copy_blocks)
     storages = [storage for layer in cache.layers for storage in layer.storages()]
     contents = []
     for storage in storages:
         values = rng.integers(1, 100, storage.shape)
         storage.tensor[...] = paddle.to_tensor(values.astype(np.float32)).astype(storage.tensor.dtype)
-        contents.append(storage.tensor.numpy().copy())
-    cache.swap_out(np.array([[5, 0], [2, 3]], np.int32))
-    cache.swap_in(np.array([[3, 1], [0, 4]], np.int32))
+        contents.append(storage.tensor.astype("float32").numpy())
+    cache.swap_out(np.array([[5, 0], [2, 3], [7, 5]], np.int32))
+    for storage in storages:
+        storage.tensor[...] = paddle.zeros(storage.shape, storage.dtype)
+    cache.swap_in(np.array([[3, 1], [0, 4], [5, 0]], np.int32))
     for storage, before in zip(storages, contents, strict=True):
-        expected = before.copy()
-        expected[[1, 4]] = before[[2, 5]]
-        np.testing.assert_array_equal(storage.tensor.numpy(), expected)
+        expected = np.zeros_like(before)
+        expected[[1, 4, 0]] = before[[2, 5, 7]]
+        np.testing.assert_array_equal(storage.tensor.astype("float32").numpy(), expected)
+    if blocks_at_a_time == 8:  # keys and values of both layers at once, and the scales, which are smaller
+        assert copies == ([4, 4] if dtype == "int8" else [4]) * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
