@@ -251,7 +251,8 @@ class Schemas:
 def _add_error_handlers(app: FastAPI) -> None:
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error_reply(error, request.url.path)
+        request_id = request.scope.get("state", {}).get("request_id")
+        return error_reply(error, request.url.path, headers={"X-Request-Id": request_id} if request_id else None)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

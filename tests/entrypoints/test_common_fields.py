@@ -53,6 +53,7 @@ def test_an_id_that_is_in_use_is_a_conflict_everywhere(start_server: Any) -> Non
             for name in ("request_id", "rid") if path == "/generate" else ("request_id",):
                 reply = server.http.post(path, json={**least, name: "mine"})
                 assert reply.status_code == 409, path
+                assert reply.headers["X-Request-Id"] == "mine"
                 assert message_and_param(reply)[1] == "request_id"
 
 

@@ -263,6 +263,8 @@ def test_bad_queries_are_refused(api):
     response_id = create(api).id
     for path in (
         f"{response_id}?stream=true",
+        f"{response_id}?include[]=file_search_call.results",
+        f"{response_id}/input_items?include=file_search_call.results",
         f"{response_id}/input_items?limit=0",
         f"{response_id}/input_items?order=x",
         f"{response_id}/input_items?after=x",

@@ -32,7 +32,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
 
     model: Annotated[str | None, Meta(description="A served model's name; 'default' always means the served model.")] = None
     request_id: Annotated[
-        Annotated[str, Meta(pattern=r"^[!-~]{1,256}$")] | None, Meta(description="The request's own name; refused with 409 while in use.")
+        Annotated[str, Meta(pattern=r"^[!-~]{1,256}$(?!\n)")] | None, Meta(description="The request's own name; refused with 409 while in use.")
     ] = None
     priority: Annotated[Annotated[int, Meta(ge=-INT32, le=INT32)] | None, Meta(description="Lower runs first.")] = None
     timeout_s: Annotated[Annotated[float, Meta(gt=0, le=1e6)] | None, Meta(description="Seconds after which the request ends with an error.")] = None

@@ -150,10 +150,7 @@ class ResponsesEndpoint:
     # -- /v1/responses/{id} -----------------------------------------------------------------------
 
     async def get(self, request: Request) -> Response:
-        for name in ("stream", "starting_after", "include"):
-            value = request.query_params.get(name, "")
-            if value not in ("", "false"):
-                raise bad_request(name, "this parameter is not supported", code="unsupported_field")
+        refuse_query(request, ("stream", "starting_after", "include"))
         return JsonReply((await self._fetch(request.path_params["response_id"])).response)
 
     async def cancel(self, request: Request) -> Response:
@@ -174,6 +171,7 @@ class ResponsesEndpoint:
         return JsonReply(DeletedResponse(id=record.response.id))
 
     async def input_items(self, request: Request) -> Response:
+        refuse_query(request, ("include", "before"))
         items = (await self._fetch(request.path_params["response_id"])).input_items
         query = request.query_params
         limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
@@ -209,6 +207,14 @@ class ResponsesEndpoint:
         if reply.error is not None:
             raise ApiError.from_engine(reply.error)
         return bool(reply.result.get("aborted"))
+
+
+def refuse_query(request: Request, names: tuple[str, ...]) -> None:
+    """Raise ApiError 400 for the first of ``names`` in the query that asks for something; clients write lists as ``name[]``."""
+    for key, value in request.query_params.multi_items():
+        name = key.removesuffix("[]")
+        if name in names and value not in ("", "false"):
+            raise bad_request(name, "this parameter is not supported", code="unsupported_field")
 
 
 async def never() -> Message:

@@ -20,7 +20,7 @@ from fastengine.entrypoints.openai.request_types import (
 )
 from fastengine.entrypoints.openai.response_types import TokenLogprob
 
-ResponseId = Annotated[str, Meta(pattern=r"^resp_[0-9a-f]{32}$")]
+ResponseId = Annotated[str, Meta(pattern=r"^resp_[0-9a-f]{32}$(?!\n)")]
 Item = dict[str, Any]
 
 

@@ -67,7 +67,7 @@ class GenerateBody(CommonFields, kw_only=True):
     ] = None
     sampling_params: SamplingFields | list[SamplingFields] | None = None
     rid: Annotated[
-        Annotated[str, Meta(pattern=r"^[!-~]{1,256}$")] | None,
+        Annotated[str, Meta(pattern=r"^[!-~]{1,256}$(?!\n)")] | None,
         Meta(description="Another name of request_id; several sequences are rid#0, rid#1, ..."),
     ] = None
     return_logprob: bool | list[bool] | None = None
