@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from fastengine.entrypoints.unknown_fields import nested_unknown_fields
 from fastengine.frontend.errors import ApiError, ClientDisconnected, bad_request
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -118,6 +120,7 @@ def parse(value: dict[str, Any], kind: type[T], *, known_elsewhere: Iterable[str
     """``value`` as ``kind``, with its unknown fields listed, or refused with 400 if ``strict``."""
     unknown = [name for name in value if name not in kind.__struct_fields__ and name not in known_elsewhere]
     parsed = Parsed(convert(value, kind), unknown)
+    unknown += itertools.islice(nested_unknown_fields(value, kind), MAX_FIELDS_NAMED)
     if strict:
         refuse_unknown(unknown)
     return parsed
