@@ -30,8 +30,8 @@ from fastengine.ipc.life_signs import LifeSigns
 ROUNDS_PER_TIMEOUT = 4
 # What a process that is not stopped may be silent for beyond the timeout: the engine may wait that long for workers to end.
 WAITING_MARGIN_S = 20.0
-# How long a hanging process gets to write where its threads stand.
-LAST_WORDS_S = 0.5
+# How long a hanging process gets to write where its threads stand; on a machine whose cores are all taken that is not at once.
+LAST_WORDS_S = 2.0
 STOPPED, TRACED = "T", "t"
 
 
