@@ -20,6 +20,10 @@ class _Shape:
     is_object: bool = False
     is_free: bool = False
 
+    def may_hold_unknown(self) -> bool:
+        """Whether looking into it is worth while: a list of a hundred thousand token ids isn't."""
+        return (self.is_object and not self.is_free) or (self.item is not None and self.item.may_hold_unknown())
+
     def take(self, kind: inspect.Type) -> None:
         """Allow what ``kind`` allows, too."""
         if isinstance(kind, inspect.Metadata):
@@ -44,7 +48,18 @@ class _Shape:
 def _shape_of(kind: type[msgspec.Struct]) -> _Shape:
     shape = _Shape()
     shape.take(inspect.type_info(kind))
+    _forget_the_rest(shape)
     return shape
+
+
+def _forget_the_rest(shape: _Shape) -> None:
+    """Drop the items that can hold no unknown fields, so that nobody walks along them."""
+    if shape.item is not None:
+        _forget_the_rest(shape.item)
+        if not shape.item.may_hold_unknown():
+            shape.item = None
+    for one in shape.fields.values():
+        _forget_the_rest(one)
 
 
 def nested_unknown_fields(value: dict[str, Any], kind: type[msgspec.Struct]) -> Iterator[str]:
@@ -54,18 +69,24 @@ def nested_unknown_fields(value: dict[str, Any], kind: type[msgspec.Struct]) -> 
     """
     fields = _shape_of(kind).fields
     for name, inner in value.items():
-        if name in fields:
-            yield from _unknown(inner, fields[name], name)
+        if isinstance(inner, dict | list) and name in fields:
+            for rest in _unknown(inner, fields[name]):
+                yield f"{name}{rest}"
 
 
-def _unknown(value: Any, shape: _Shape, path: str) -> Iterator[str]:
+def _unknown(value: dict[str, Any] | list[Any], shape: _Shape) -> Iterator[str]:
+    """Ways on from ``value``, as in ``[0].zz``: put together on the way back, for those few that are found."""
     if isinstance(value, list):
         if shape.item is not None:
             for i, inner in enumerate(value):
-                yield from _unknown(inner, shape.item, f"{path}[{i}]")
-    elif isinstance(value, dict) and shape.is_object and not shape.is_free:
+                if isinstance(inner, dict | list):
+                    for rest in _unknown(inner, shape.item):
+                        yield f"[{i}]{rest}"
+    elif shape.is_object and not shape.is_free:
         for name, inner in value.items():
-            if name in shape.fields:
-                yield from _unknown(inner, shape.fields[name], f"{path}.{name}")
-            elif inner is not None:
-                yield f"{path}.{name}"
+            if name not in shape.fields:
+                if inner is not None:
+                    yield f".{name}"
+            elif isinstance(inner, dict | list):
+                for rest in _unknown(inner, shape.fields[name]):
+                    yield f".{name}{rest}"

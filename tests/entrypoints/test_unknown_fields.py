@@ -8,8 +8,10 @@ import pytest
 
 from fastengine.entrypoints import request_body
 from fastengine.entrypoints.anthropic.message_types import MessagesBody
-from fastengine.entrypoints.openai.request_types import ChatCompletionRequest
+from fastengine.entrypoints.openai.request_types import ChatCompletionRequest, CompletionRequest
 from fastengine.entrypoints.openai.responses_types import ResponsesBody
+from fastengine.entrypoints.sglang.generate_types import GenerateBody
+from fastengine.entrypoints.unknown_fields import nested_unknown_fields
 from fastengine.frontend.errors import ApiError
 from tests.entrypoints.bodies import HI
 
@@ -60,6 +62,16 @@ def test_the_callers_own_objects_hold_anything(kind: Any, body: dict[str, Any]) 
 def test_no_more_are_looked_for_than_are_named() -> None:
     body = {"messages": [{"role": "user", "content": "a", **{f"z{i}": 1 for i in range(1000)}}]}
     assert len(request_body.parse(body, ChatCompletionRequest, strict=False).unknown) == request_body.MAX_FIELDS_NAMED
+
+
+class Unseen(list[int]):
+    def __iter__(self) -> Any:
+        raise AssertionError("nobody needs to look at every token id")
+
+
+@pytest.mark.parametrize(("kind", "field"), [(GenerateBody, "input_ids"), (CompletionRequest, "prompt"), (ChatCompletionRequest, "prompt_token_ids")])
+def test_token_ids_are_not_walked_along(kind: Any, field: str) -> None:
+    assert list(nested_unknown_fields({field: Unseen([1, 2, 3])}, kind)) == []
 
 
 def test_over_http(api: Any) -> None:
