@@ -16,10 +16,10 @@ import numpy as np
 import paddle
 
 from fastengine.protocol.steps import RowError, StartedSequence, StepPlan
+from fastengine.worker.row_problems import INTERNAL
 from fastengine.worker.step_inputs import StepInputs
 
 INT32 = np.dtype("<i4")
-INTERNAL = 500
 
 
 def int32(packed: bytes) -> np.ndarray:

@@ -11,16 +11,16 @@ from paddle.profiler import RecordEvent
 from fastengine.custom_ops.fused import FusedCache, FusedModel, KvType
 from fastengine.custom_ops.fused_sampling import RowSampling
 from fastengine.custom_ops.fused_slots import BoundSlots, SlotArrays
-from fastengine.worker.batch import INTERNAL, PersistentBatch, StepArrays, StepRows
+from fastengine.worker.batch import PersistentBatch, StepArrays, StepRows
 from fastengine.worker.fused_sampler import FusedSampler, PreparedSampling
 from fastengine.worker.kv_cache import KVCache
 from fastengine.worker.model_runner import Executed
 from fastengine.worker.pooling import Pooler
 from fastengine.worker.prompt_logprobs import ROWS_AT_ONCE, PromptLogprobs
-from fastengine.worker.sampling_table import BAD_REQUEST, SamplingTable
+from fastengine.worker.row_problems import NOT_FINITE, RowProblem
+from fastengine.worker.sampling_table import SamplingTable
 
 KV_TYPES = {"float32": KvType.FLOAT32, "bfloat16": KvType.BFLOAT16, "int8": KvType.INT8}
-NOT_FINITE = (INTERNAL, "the model computed values that are not finite")
 
 
 class FusedExecutor:
@@ -94,7 +94,7 @@ class FusedExecutor:
         with RecordEvent("sample"):
             executed.logprobs = self._sampler.finish(prepared, executed.token_ids)
         drawn = logits[np.arange(len(logits)), executed.token_ids]
-        executed.bad_rows = _not_finite(hidden, ~np.isfinite(drawn)) | {row: (BAD_REQUEST, message) for row, message in prepared.errors.items()}
+        executed.bad_rows = _not_finite(hidden, ~np.isfinite(drawn)) | prepared.errors
         executed.sample_us = _us_since(started)
         return executed
 
@@ -167,7 +167,7 @@ class FusedExecutor:
         return paddle.from_dlpack(logits)
 
 
-def _not_finite(hidden: np.ndarray, no_token: np.ndarray) -> dict[int, tuple[int, str]]:
+def _not_finite(hidden: np.ndarray, no_token: np.ndarray) -> dict[int, RowProblem]:
     """Rows whose hidden state is not finite, or whose logits, in spite of that, gave no token (bool ``[R]``)."""
     bad = ~np.isfinite(hidden.sum(axis=-1)) | no_token
     return dict.fromkeys(np.flatnonzero(bad).tolist(), NOT_FINITE) if bad.any() else {}

@@ -14,6 +14,7 @@ from fastengine.protocol.outputs import TopLogprobs
 from fastengine.protocol.steps import SlotLogprobs
 from fastengine.worker.batch import PersistentBatch
 from fastengine.worker.grammar import Masks
+from fastengine.worker.row_problems import RowProblem, grammar_problem, settings_problem
 from fastengine.worker.sampler import ROW_ERRORS, joined, rule_biases, starts_of
 from fastengine.worker.sampling_table import SamplingTable
 
@@ -25,7 +26,7 @@ class PreparedSampling:
     rows: RowSampling
     slots: np.ndarray
     constrained: np.ndarray  # rows that follow a grammar
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, RowProblem] = field(default_factory=dict)
 
 
 class FusedSampler:
@@ -47,12 +48,12 @@ class FusedSampler:
         if not table.adjusted[slots].any():
             return PreparedSampling(RowSampling(draws, logprobs=logprobs), slots, np.empty(0, np.int64))
         constrained = np.flatnonzero(table.constrained[slots])
-        errors: dict[int, str] = {}
+        errors: dict[int, RowProblem] = {}
         masks, token_masks = None, None
         if constrained.size:
             assert table.grammars is not None  # the table constrains no slot otherwise
             masks = table.grammars.masks(slots[constrained].tolist())
-            errors = {int(constrained[i]): message for i, message in masks.errors.items()}
+            errors = {int(constrained[i]): grammar_problem(message) for i, message in masks.errors.items()}
             token_masks = TokenMasks(masks.allowed, np.full(slots.size, -1, np.int32))
             token_masks.mask_of[constrained] = np.arange(constrained.size, dtype=np.int32)
         adjustments = self._adjustments(slots, constrained, masks, errors)
@@ -66,7 +67,7 @@ class FusedSampler:
                 assert grammars is not None
                 problem = grammars.advance(int(prepared.slots[row]), int(token_ids[row]))
                 if problem is not None:
-                    errors[row] = problem
+                    errors[row] = grammar_problem(problem)
         logprobs = prepared.rows.logprobs
         if logprobs is None:
             return []
@@ -79,7 +80,7 @@ class FusedSampler:
                 found.append(SlotLogprobs(int(prepared.slots[row]), [entry]))
         return found
 
-    def _adjustments(self, slots: np.ndarray, constrained: np.ndarray, masks: Masks | None, errors: dict[int, str]) -> Adjustments:
+    def _adjustments(self, slots: np.ndarray, constrained: np.ndarray, masks: Masks | None, errors: dict[int, RowProblem]) -> Adjustments:
         table, batch = self._table, self._batch
         allowed = {} if masks is None else dict(zip(constrained.tolist(), masks.allowed, strict=True))
         ids: list[np.ndarray] = []
@@ -90,7 +91,7 @@ class FusedSampler:
             try:
                 row_ids, row_values = rule_biases(batch, table.rules[slot], slot, allowed.get(row))
             except ROW_ERRORS as error:
-                errors[row] = f"this request's sampling settings can't be followed: {error}"
+                errors[row] = settings_problem(error)
                 continue
             ids.append(row_ids)
             values.append(row_values)

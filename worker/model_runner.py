@@ -17,13 +17,14 @@ import paddle
 from paddle.profiler import RecordEvent
 
 from fastengine.protocol.steps import RowError, SlotEmbedding, SlotLogprobs, StepPlan, StepResult
-from fastengine.worker.batch import INTERNAL, PersistentBatch, StepRows, int32
+from fastengine.worker.batch import PersistentBatch, StepRows, int32
 from fastengine.worker.kv_cache import KVCache
 from fastengine.worker.models.llama import LlamaForCausalLM
 from fastengine.worker.pooling import Pooler
 from fastengine.worker.prompt_logprobs import PromptLogprobs
+from fastengine.worker.row_problems import NOT_FINITE, RowProblem
 from fastengine.worker.sampler import Sampler
-from fastengine.worker.sampling_table import BAD_REQUEST, SamplingTable
+from fastengine.worker.sampling_table import SamplingTable
 
 NULL_TOKEN = 5
 
@@ -36,8 +37,8 @@ class Executed:
     logprobs: list[SlotLogprobs] = field(default_factory=list)
     prompt_logprobs: list[SlotLogprobs] = field(default_factory=list)
     embeddings: list[SlotEmbedding] = field(default_factory=list)
-    # Sampling rows without a usable token: index -> (HTTP status, why).
-    bad_rows: dict[int, tuple[int, str]] = field(default_factory=dict)
+    # Sampling rows without a usable token.
+    bad_rows: dict[int, RowProblem] = field(default_factory=dict)
     forward_us: int = 0
     sample_us: int = 0
 
@@ -112,8 +113,8 @@ class ModelExecutor:
             logprobs = self._sampler.logprobs(logits, slots, drawn)
         # Weights of the head alone can be at fault: then no logit is a number, the drawn one neither.
         finite &= np.isfinite(paddle.take_along_axis(logits, paddle.to_tensor(drawn.token_ids[:, None]), axis=1).astype("float32").numpy()[:, 0])
-        bad_rows = dict.fromkeys(np.flatnonzero(~finite).tolist(), (INTERNAL, "the model computed values that are not finite"))
-        bad_rows |= {row: (BAD_REQUEST, message) for row, message in drawn.errors.items()}
+        bad_rows = dict.fromkeys(np.flatnonzero(~finite).tolist(), NOT_FINITE)
+        bad_rows |= drawn.errors
         return Executed(drawn.token_ids, logprobs, prompt_logprobs, embeddings, bad_rows, (sampled - started) // 1000, _us_since(sampled))
 
     def decode(self, slots: bytes) -> bytes | None:
@@ -153,7 +154,7 @@ class ModelRunner:
         if executed.bad_rows:
             bad = list(executed.bad_rows)
             self._batch.failed[slots[bad]] = True
-            errors += [RowError(int(slots[row]), code, message) for row, (code, message) in executed.bad_rows.items()]
+            errors += [RowError(int(slots[row]), *problem) for row, problem in executed.bad_rows.items()]
             slots, token_ids = np.delete(slots, bad), np.delete(token_ids, bad)
         self._batch.append(slots, token_ids)
         return StepResult(

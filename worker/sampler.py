@@ -23,6 +23,7 @@ from fastengine.custom_ops.cuda.ops import apply_bitmask
 from fastengine.protocol.outputs import TopLogprobs
 from fastengine.protocol.steps import SlotLogprobs
 from fastengine.worker.batch import PersistentBatch
+from fastengine.worker.row_problems import RowProblem, grammar_problem, settings_problem
 from fastengine.worker.sampling_table import SamplingTable, SlotRules
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Sampled:
 
     token_ids: np.ndarray
     logits: paddle.Tensor
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, RowProblem] = field(default_factory=dict)
 
 
 class Sampler:
@@ -64,12 +65,13 @@ class Sampler:
             return self._sample_one_by_one(logits, slots)
 
     def _sample_one_by_one(self, logits: paddle.Tensor, slots: np.ndarray) -> Sampled:
-        token_ids, rows, errors = np.zeros(slots.size, np.int32), [], {}
+        token_ids, rows = np.zeros(slots.size, np.int32), []
+        errors: dict[int, RowProblem] = {}
         for row in range(slots.size):
             try:
                 drawn = self._sample(logits[row : row + 1], slots[row : row + 1])
             except ROW_ERRORS as error:
-                errors[row] = f"this request's sampling settings can't be followed: {error}"
+                errors[row] = settings_problem(error)
                 rows.append(logits[row : row + 1])
             else:
                 token_ids[row] = drawn.token_ids[0]
@@ -104,14 +106,14 @@ class Sampler:
         assert grammars is not None  # the table constrains no slot otherwise
         masks = grammars.masks([int(slots[row]) for row in rows])
         allowed = dict(zip(rows, masks.allowed, strict=True))
-        errors = {rows[i]: message for i, message in masks.errors.items()}
+        errors = {rows[i]: grammar_problem(message) for i, message in masks.errors.items()}
         adjusted = forbid(self._adjusted(logits, slots, allowed), rows, masks.allowed)
         token_ids = self._draw(adjusted, slots)
         for row in rows:
             if row not in errors:
                 problem = grammars.advance(int(slots[row]), int(token_ids[row]))
                 if problem is not None:
-                    errors[row] = problem
+                    errors[row] = grammar_problem(problem)
         return Sampled(token_ids, adjusted, errors)
 
     def logprobs(self, logits: paddle.Tensor, slots: np.ndarray, drawn: Sampled) -> list[SlotLogprobs]:

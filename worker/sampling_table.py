@@ -11,8 +11,8 @@ from fastengine.protocol.steps import RowError, StartedSequence
 from fastengine.protocol.tokens import unpack_token_ids
 from fastengine.sampling_rules import SamplingError, check_sampling
 from fastengine.worker.grammar import SlotGrammars
+from fastengine.worker.row_problems import BAD_REQUEST, grammar_problem
 
-BAD_REQUEST = 400
 POOLING_NONE, POOLING_MEAN, POOLING_LAST = range(3)
 POOLINGS = {None: POOLING_NONE, "mean": POOLING_MEAN, "last": POOLING_LAST}
 
@@ -99,11 +99,11 @@ class SamplingTable:
     def _constrain(self, sequence: StartedSequence) -> RowError | None:
         params, slot = sequence.sampling, sequence.slot
         if self.grammars is None:
-            return RowError(slot, BAD_REQUEST, "structured output is not supported by the null model")
+            return RowError(slot, *grammar_problem("structured output is not supported by the null model"))
         output_ids = unpack_token_ids(sequence.token_ids)[sequence.num_prompt :].tolist()
         problem = self.grammars.start(slot, params.grammar, params.reasoning, self._end_ids(params), output_ids)
         if problem is not None:
-            return RowError(slot, BAD_REQUEST, problem)
+            return RowError(slot, *grammar_problem(problem))
         self.constrained[slot] = self.adjusted[slot] = True
         return None
 

@@ -64,7 +64,7 @@ class ResultProcessor:
         if result.slots != step.expected_slots:
             tokens = self._without_failed(step, result, tokens)
         for error in result.errors:
-            self._fail(step, error.slot, EngineError(error.code, error.message))
+            self._fail(step, error.slot, EngineError(error.code, error.message, reason=error.reason))
         logprobs = {item.slot: item.tokens for item in result.logprobs} if result.logprobs else NO_LOGPROBS
         for item in result.prompt_logprobs:
             self._keep_prompt_logprobs(step, item.slot, item.tokens)

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from fastengine.frontend.errors import ApiError, bad_request
+from fastengine.protocol.outputs import INVALID_GRAMMAR
 from fastengine.protocol.requests import GrammarSpec
 from fastengine.text.tokenizer import Tokenizer
 
@@ -62,7 +63,7 @@ class GrammarChecks:
         # Shielded: it may be one of several requests that wait for it.
         problem = await asyncio.shield(task)
         if problem is not None:
-            raise bad_request(param, problem, code="invalid_grammar")
+            raise bad_request(param, problem, code=INVALID_GRAMMAR)
 
     def _ended(self, spec: GrammarSpec, task: asyncio.Task[str | None]) -> None:
         del self._under_way[spec]

@@ -15,6 +15,8 @@ FINISH_ERROR: FinishReason = "error"
 
 # Why a request_id is refused, whoever notices: its API process, or the engine when the other request is another process's.
 DUPLICATE_ID = "duplicate_request_id"
+# A grammar is to blame, whoever notices: the API process and the workers before it is used, the workers on the way.
+INVALID_GRAMMAR = "invalid_grammar"
 
 
 class EngineError(msgspec.Struct, frozen=True):

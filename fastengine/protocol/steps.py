@@ -67,6 +67,7 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     code: int
     message: str
+    reason: str | None = None  # as EngineError's
 
 
 class SlotLogprobs(msgspec.Struct, frozen=True, array_like=True):

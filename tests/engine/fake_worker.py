@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastengine.protocol.outputs import TopLogprobs
+from fastengine.protocol.outputs import INVALID_GRAMMAR, TopLogprobs
 from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.steps import RowError, SlotLogprobs, StepPlan, StepResult, WorkerCommand, WorkerReply
 from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
@@ -142,7 +142,7 @@ class FakeWorker:
             row = self.slots[slot]
             self.verify(row, start + length)
             if row.request_id in self.failing:
-                errors.append(RowError(slot, 500, "the grammar has no way on"))
+                errors.append(RowError(slot, 400, "the grammar has no way on", INVALID_GRAMMAR))
                 continue
             if row.sampling.prompt_logprobs is not None:
                 known = [fake_logprobs(row.tokens[p + 1]) for p in range(start, start + length) if p + 1 < row.num_prompt]

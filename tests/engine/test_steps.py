@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fastengine.protocol.outputs import INVALID_GRAMMAR
 from tests.engine.driver import MAX_MODEL_LEN, Driver, Received
 from tests.engine.fake_worker import EOS, reference_output
 
@@ -126,7 +127,7 @@ def test_a_failing_row_fails_alone(overlap: bool) -> None:
     driver.run()
     assert bad.finish_reason == "error"
     assert bad.error is not None
-    assert bad.error.code == 500
+    assert (bad.error.code, bad.error.reason) == (400, INVALID_GRAMMAR)
     assert "grammar" in bad.error.message
     for received in good:
         assert_right(received)

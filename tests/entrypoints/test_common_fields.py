@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fastengine.protocol.outputs import EngineError
+from fastengine.protocol.outputs import INVALID_GRAMMAR, EngineError
 from fastengine.protocol.requests import GenerateRequest
 from tests.entrypoints.bodies import GENERATING, HI
 
@@ -117,13 +117,16 @@ def test_a_grammar_that_fails_on_the_way_is_named_by_the_field_that_brought_it(
     start_server: Any, path: str, param: str, fields: dict[str, Any]
 ) -> None:
     server = start_server()
-    server.engine.refuse = EngineError(400, "the grammar can't go on: too complex")
+    server.engine.refuse = EngineError(400, "the grammar can't go on: too complex", reason=INVALID_GRAMMAR)
     body = {**GENERATING[path], **fields}
     reply = server.http.post(path, json=body)
     assert reply.status_code == 400
     message, named = message_and_param(reply)
     assert named == param
     assert message == f"{param}: the grammar can't go on: too complex"
+    # What has nothing to do with the grammar is not put down to it.
+    server.engine.refuse = EngineError(400, "something else")
+    assert message_and_param(server.http.post(path, json=body))[0] == "something else"
     # The same once tokens have come: an error event that says it.
     server.engine.refuse = None
     server.engine.step_s = 0.01
@@ -134,6 +137,6 @@ def test_a_grammar_that_fails_on_the_way_is_named_by_the_field_that_brought_it(
     with server.http.stream("POST", path, json=grown) as stream:
         pieces = stream.iter_text()
         next(pieces)
-        server.engine.fail_request(EngineError(400, "the grammar can't go on"))
+        server.engine.fail_request(EngineError(400, "the grammar can't go on", reason=INVALID_GRAMMAR))
         rest = "".join(pieces)
     assert f"{param}: the grammar can't go on" in rest

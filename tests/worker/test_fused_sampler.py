@@ -121,5 +121,5 @@ def test_a_rule_that_cannot_be_followed_fails_its_row_alone(model: TinyModel, mo
     model.fused.sample(logits.copy(), prepared.rows, broken)
     fused.finish(prepared, broken)
     assert list(prepared.errors) == [9]
-    assert "can't be followed" in prepared.errors[9]
+    assert "can't be followed" in prepared.errors[9].message
     np.testing.assert_array_equal(broken[:9], whole[:9])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastengine.protocol.outputs import INVALID_GRAMMAR
 from fastengine.protocol.requests import GrammarSpec, ReasoningSpec, SamplingParams
 from fastengine.protocol.steps import StepPlan
 from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
@@ -174,7 +175,7 @@ def test_output_that_does_not_fit_fails_its_row_alone(llama_host: ModelHost) -> 
     result = llama_host.step(plan)
     assert unpack_token_ids(result.slots).tolist() == [0]
     (error,) = result.errors
-    assert (error.slot, error.code) == (1, 400)
+    assert (error.slot, error.code, error.reason) == (1, 400, INVALID_GRAMMAR)
     assert "does not fit the grammar" in error.message
 
 

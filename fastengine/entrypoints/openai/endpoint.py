@@ -19,6 +19,7 @@ from fastengine.frontend.errors import ApiError, bad_request
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.text_service import ModelText
 from fastengine.frontend.text_stream import TextStream, TextUpdate
+from fastengine.protocol.outputs import INVALID_GRAMMAR
 
 T = TypeVar("T", bound=GenerationFields)
 J = TypeVar("J", bound=Job)
@@ -70,9 +71,8 @@ def raise_error(updates: list[TextUpdate], grammar_param: str | None = None) -> 
     for update in updates:
         if update.error is not None:
             error = ApiError.from_engine(update.error)
-            if error.status == 400 and error.param is None and grammar_param is not None:
-                # All else was checked before the engine took it: only where a grammar leads to shows on the way.
-                raise bad_request(grammar_param, error.message, code="invalid_grammar")
+            if error.code == INVALID_GRAMMAR and grammar_param is not None:
+                raise bad_request(grammar_param, error.message, code=INVALID_GRAMMAR)
             raise error
         if update.finish_reason == "error":
             raise ApiError(500, "the engine ended this request with an error")
