@@ -30,8 +30,8 @@ from fastengine.ipc.life_signs import LifeSigns
 ROUNDS_PER_TIMEOUT = 4
 # What a process that is not stopped may be silent for beyond the timeout: the engine may wait that long for workers to end.
 WAITING_MARGIN_S = 20.0
-# How long a hanging process gets to write where its threads stand; on a machine whose cores are all taken that is not at once.
-LAST_WORDS_S = 2.0
+# How long a hanging process gets to write where its threads stand.
+LAST_WORDS_S = 0.5
 STOPPED, TRACED = "T", "t"
 
 
@@ -69,6 +69,16 @@ def look_at(pid: int) -> ProcessLook | None:
     except OSError:
         return None
     return ProcessLook(fields[0], int(fields[11]) + int(fields[12]))
+
+
+def is_pending(pid: int, signum: signal.Signals) -> bool:
+    """Whether a signal to the process waits to be handled, as all do that reach a stopped one. Raises ProcessLookupError."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        raise ProcessLookupError from None
+    pending = int(status.partition("ShdPnd:")[2].split()[0], 16)
+    return bool(pending >> (signum - 1) & 1)
 
 
 class LifeWatch:
@@ -138,12 +148,14 @@ class LifeWatch:
 def end_hanging(pid: int) -> None:
     """Kill a process that hangs, after it had a moment to write to its stderr where its threads stand.
 
-    A stopped process can't say anything: it is continued for that moment.
+    A stopped process can't say anything: it is continued for that moment. If its own watchdog ran out meanwhile it says it
+    by itself, once it goes on, and dies; asked to do so twice, one thread would end it while another is still writing.
     """
     with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open(pid)
         try:
-            os.kill(pid, signal.SIGUSR1)
+            if not is_pending(pid, signal.SIGALRM):
+                os.kill(pid, signal.SIGUSR1)
             os.kill(pid, signal.SIGCONT)
             ended = select.poll()
             ended.register(handle, select.POLLIN)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fastengine.entrypoints.life_watch import ROUNDS_PER_TIMEOUT, WAITING_MARGIN_S, LifeWatch, ProcessLook, Subject, end_hanging, look_at
+from fastengine.entrypoints.life_watch import ROUNDS_PER_TIMEOUT, WAITING_MARGIN_S, LifeWatch, ProcessLook, Subject, end_hanging, is_pending, look_at
 from fastengine.ipc.life_signs import ENGINE, LifeSigns
 from fastengine.ipc.runtime_dir import RuntimeDir
+from tests.server import wait_until
 
 TIMEOUT_S = 8.0
 PERIOD_S = TIMEOUT_S / ROUNDS_PER_TIMEOUT
@@ -125,3 +126,37 @@ def test_a_stopped_process_says_where_it_stands_and_is_killed() -> None:
     assert process.returncode == -signal.SIGKILL
     assert look_at(process.pid) is None
     end_hanging(process.pid)  # nothing is left to end
+
+
+SLEEPER = """
+import select, threading
+from fastengine.observability.watchdog import ThreadWatchdog, enable_stack_dumps
+
+enable_stack_dumps()
+
+def waits(depth):
+    select.select([], [], [], 60) if depth == 0 else waits(depth - 1)
+
+for _ in range(6):
+    threading.Thread(target=waits, args=(20,), daemon=True).start()
+
+def the_last_to_be_written():
+    ThreadWatchdog(0.1).arm()
+    print("armed", flush=True)
+    select.select([], [], [], 60)
+
+the_last_to_be_written()
+"""
+
+
+def test_one_whose_own_watchdog_ran_out_while_it_was_stopped_is_heard_to_the_end() -> None:
+    """Asked once more, it would be cut short in a quarter of all cases."""
+    for _ in range(10):
+        with subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGSTOP)
+            wait_until(lambda pid=process.pid: is_pending(pid, signal.SIGALRM), 10, "the watchdog's end")
+            end_hanging(process.pid)
+            assert b"the_last_to_be_written" in process.stderr.read()
