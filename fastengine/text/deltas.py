@@ -16,6 +16,7 @@ class Delta(NamedTuple):
 
     ``text`` is content, reasoning, or a part of the ``call_index``-th tool call's arguments (JSON text).
     Each call's first delta, and no other, has its ``call_id`` and ``name``; its ``text`` may be empty.
+    ``broken`` says that a call which was begun is none after all: its arguments stay unfinished, its text follows as content.
     """
 
     kind: Literal["content", "reasoning", "tool"]
@@ -23,16 +24,17 @@ class Delta(NamedTuple):
     call_index: int = 0
     call_id: str | None = None
     name: str | None = None
+    broken: bool = False
 
 
 def merged(deltas: Sequence[Delta]) -> list[Delta]:
     """The same pieces with neighbours that belong together joined, and empty ones left out."""
     out: list[Delta] = []
     for delta in deltas:
-        if not delta.text and delta.name is None:
+        if not delta.text and delta.name is None and not delta.broken:
             continue
         last = out[-1] if out else None
-        if last is not None and last.kind == delta.kind and last.call_index == delta.call_index and delta.name is None:
+        if last is not None and last.kind == delta.kind and last.call_index == delta.call_index and delta.name is None and not delta.broken:
             out[-1] = last._replace(text=last.text + delta.text)
         else:
             out.append(delta)

@@ -27,7 +27,8 @@ NO_CONTEXT = ReasoningContext()
 
 
 class OutputParser:
-    """Parses one sequence's text as it arrives. ``num_tool_calls`` counts the calls announced so far.
+    """Parses one sequence's text as it arrives. ``num_tool_calls`` counts the calls announced so far, and
+    ``num_broken_calls`` those of them that turned out to be none.
 
     ``passthrough`` is True when nothing is configured: then all text is content, and a caller in a
     hurry need not call :meth:`feed`.
@@ -38,6 +39,7 @@ class OutputParser:
         self._tools = tools
         self._parallel = parallel_tool_calls
         self.num_tool_calls = 0
+        self.num_broken_calls = 0
         self.passthrough = reasoning is None and tools is None
 
     def feed(self, text: str) -> list[Delta]:
@@ -49,11 +51,11 @@ class OutputParser:
             return self._finished(self._tools.feed(text))
         return self._finished(self._tool_deltas(self._reasoning.feed(text)))
 
-    def finish(self) -> list[Delta]:
-        """What was held back, when the sequence has ended for whatever reason."""
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """What was held back, when the sequence has ended: ``cut`` off in the middle, or by itself."""
         deltas = self._tool_deltas(self._reasoning.finish()) if self._reasoning is not None else []
         if self._tools is not None:
-            deltas += self._tools.finish()
+            deltas += self._tools.finish(cut=cut)
         return self._finished(deltas)
 
     def _tool_deltas(self, deltas: list[Delta]) -> list[Delta]:
@@ -70,6 +72,7 @@ class OutputParser:
         if not self._parallel:
             deltas = [delta for delta in deltas if delta.call_index == 0]
         self.num_tool_calls += sum(delta.name is not None for delta in deltas)
+        self.num_broken_calls += sum(delta.broken for delta in deltas)
         return deltas if len(deltas) == 1 and (deltas[0].text or deltas[0].name is not None) else merged(deltas)
 
 
@@ -99,10 +102,17 @@ class OutputFormat:
         in_tools = tools.mode == "auto" and self.tool_parser is not None and self.tool_parser.needs_special_tokens
         return in_tools or (self.reasoning_parser is not None and self.reasoning_parser.needs_special_tokens)
 
-    def parser(self, tools: ToolRequest = NO_TOOLS, context: ReasoningContext = NO_CONTEXT) -> OutputParser:
-        """A parser for one sequence. A forced call's grammar leaves no room for reasoning, so none is looked for then."""
+    def parser(self, tools: ToolRequest = NO_TOOLS, context: ReasoningContext = NO_CONTEXT, *, whole: bool = False) -> OutputParser:
+        """A parser for one sequence, which nobody sees grow if ``whole``.
+
+        A forced call's grammar leaves no room for reasoning, so none is looked for then.
+        """
+        reasoning = self.reasoning_parser(context) if self.reasoning_parser is not None and not tools.forced else None
+        in_tools: ToolParser | None = None
         if tools.forced:
-            return OutputParser(None, forced_call_parser(tools), parallel_tool_calls=tools.parallel)
-        reasoning = self.reasoning_parser(context) if self.reasoning_parser is not None else None
-        in_tools = self.tool_parser(tools.tools) if self.tool_parser is not None and tools.mode == "auto" else None
+            in_tools = forced_call_parser(tools)
+        elif self.tool_parser is not None and tools.mode == "auto":
+            in_tools = self.tool_parser(tools.tools)
+        if in_tools is not None:
+            in_tools.whole_calls = whole
         return OutputParser(reasoning, in_tools, parallel_tool_calls=tools.parallel)

@@ -113,6 +113,17 @@ def test_stop_sequences(api):
     assert create(api, max_tokens=2).stop_reason == "max_tokens"
 
 
+def test_a_call_that_turns_out_to_be_none_is_text(api):
+    text = '<tool_call>{"name": "weather", "arguments": {"city": Paris}}</tool_call>'
+    api.engine.script = say(text)
+    message = create(api, tools=TOOLS)
+    assert [(block.type, block.text) for block in message.content] == [("text", text)]
+    assert message.stop_reason == "end_turn"
+    events = raw_events(api, tools=TOOLS)
+    assert "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta") == text
+    assert next(event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta") == "end_turn"
+
+
 def test_system_tool_results_and_prefill_reach_the_template(api):
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]},

@@ -161,6 +161,36 @@ def test_a_call_that_is_cut_off_keeps_its_length_reason(tools):
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
 
 
+GOOD_CALL = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+BROKEN_CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}, oops}</tool_call>'
+
+
+@pytest.mark.parametrize("text", [f"See: {BROKEN_CALL}", f"See: {BROKEN_CALL[:-20]}"])
+def test_a_broken_call_is_text_and_a_stream_that_began_it_says_so(tools, text):
+    tools.engine.script = say(text)
+    choice = chat(tools, tools=[WEATHER, TIME])["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    streamed = joined(chunks(tools, messages=HI, tools=[WEATHER, TIME]))
+    assert (streamed["content"], streamed["finish_reason"]) == (text, "stop")
+    (call,) = streamed["tool_calls"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["arguments"])
+
+
+@pytest.mark.parametrize("text", [GOOD_CALL + BROKEN_CALL, BROKEN_CALL + GOOD_CALL])
+def test_a_broken_call_beside_a_good_one(tools, text):
+    tools.engine.script = say(text)
+    choice = chat(tools, tools=[WEATHER, TIME])["choices"][0]
+    assert choice["message"]["content"] == BROKEN_CALL
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["time"]
+    assert choice["finish_reason"] == "tool_calls"
+    streamed = joined(chunks(tools, messages=HI, tools=[WEATHER, TIME]))
+    # Who runs what a stream has promised would run the broken one, too.
+    assert (streamed["content"], streamed["finish_reason"]) == (BROKEN_CALL, "stop")
+    assert {call["name"] for call in streamed["tool_calls"]} == {"weather", "time"}
+
+
 @pytest.mark.parametrize(
     ("choice", "text", "expected"),
     [

@@ -88,7 +88,7 @@ class MessagesEndpoint:
         return JsonReply(CountTokensReply(input_tokens=len(prompt.token_ids)), headers=parsed.warning_headers())
 
     async def _answer(self, job: ChatJob, stream: TextStream) -> MessageReply:
-        reader, blocks = ChatReader(job, stream), Blocks()
+        reader, blocks = ChatReader(job, stream, whole=True), Blocks()
         message = message_reply(job, stream.sequences[0])
         while not stream.finished:
             updates = await stream.updates()

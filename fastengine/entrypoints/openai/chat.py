@@ -36,7 +36,7 @@ class ChatEndpoint(GeneratingEndpoint[ChatCompletionRequest, ChatJob]):
         return await prepare_chat(self._front.text, text, body, request_id=request_id, model=model)
 
     async def answer(self, job: ChatJob, text: ModelText, stream: TextStream) -> ChatCompletion:
-        reader = ChatReader(job, stream)
+        reader = ChatReader(job, stream, whole=True)
         answers = [ChatAnswer() for _ in stream.sequences]
         while not stream.finished:
             updates = await stream.updates()
@@ -97,7 +97,7 @@ class ChatEvents:
             if update.text:
                 events.append(self._chunks.plain(update.index, update.text))
             return events
-        deltas = [delta_fields(delta) for delta in self._reader.deltas(update)]
+        deltas = [delta_fields(delta) for delta in self._reader.deltas(update) if not delta.broken]
         if plain:
             return events + [self._chunks.delta(update.index, delta) for delta in deltas]
         if not deltas:

@@ -41,9 +41,9 @@ class ChatJob(Job):
     context: ReasoningContext
     echo: str
 
-    def parser(self) -> OutputParser:
-        """A parser for one of the job's sequences."""
-        return self.format.parser(self.tools, self.context)
+    def parser(self, *, whole: bool = False) -> OutputParser:
+        """A parser for one of the job's sequences, which nobody sees grow if ``whole``."""
+        return self.format.parser(self.tools, self.context, whole=whole)
 
 
 async def prepare_chat(service: TextService, text: ModelText, body: ChatCompletionRequest, *, request_id: str, model: str) -> ChatJob:
@@ -128,10 +128,10 @@ def _constrained(
 
 
 class ChatReader:
-    """The parsers of a job's sequences."""
+    """The parsers of a job's sequences; ``whole``: nobody sees them grow."""
 
-    def __init__(self, job: ChatJob, stream: TextStream):
-        self._parsers = [job.parser() for _ in stream.sequences]
+    def __init__(self, job: ChatJob, stream: TextStream, *, whole: bool = False):
+        self._parsers = [job.parser(whole=whole) for _ in stream.sequences]
         self._with_reasoning = job.fields.include_reasoning is not False
         # All text is content: the deltas need not be looked at.
         self.passthrough = all(parser.passthrough for parser in self._parsers)
@@ -141,11 +141,12 @@ class ChatReader:
         parser = self._parsers[update.index]
         deltas = parser.feed(update.text) if update.text else []
         if update.finish_reason is not None:
-            deltas += parser.finish()
+            deltas += parser.finish(cut=update.finish_reason != "stop")
         return deltas if self._with_reasoning else [delta for delta in deltas if delta.kind != "reasoning"]
 
     def finish_reason(self, update: TextUpdate) -> ChatFinishReason | None:
-        """The update's, or ``tool_calls`` when an answer that came to its own end has calls."""
-        if update.finish_reason == "stop" and self._parsers[update.index].num_tool_calls:
+        """The update's, or ``tool_calls`` when an answer that came to its own end has calls, all of them as they were begun."""
+        parser = self._parsers[update.index]
+        if update.finish_reason == "stop" and parser.num_tool_calls and not parser.num_broken_calls:
             return "tool_calls"
         return update.finish_reason

@@ -5,10 +5,11 @@ To write one for ``--tool-parser-plugin``, derive from :class:`ToolParser`, writ
 class in the plug-in's ``register(parsers)``. The rules that all parsers here keep:
 
 - The pieces may be cut anywhere: a state decides nothing that the next character could change.
-- A call is announced once its name is known and its arguments have begun. Until then everything read
-  since the marker is kept, and when it turns out to be no call it is content as it stands.
-- An announced call can't be taken back. If its arguments turn out not to be JSON they end there, and
-  what follows is content.
+- A call is announced once its name is known and its arguments have begun, and accepted at its end. Until
+  then everything read since the marker is kept: when it turns out to be no call it is content as it stands.
+- Who sees an answer grow may have been told of a call that turns out to be none. That can't be taken back; it is
+  said so (:attr:`Delta.broken`), and the arguments told never are whole: their last brace comes with the call's end.
+  Who waits for the whole answer (``whole_calls``) is told of a call only once it is accepted.
 - White space next to a marker is framing and is dropped; any other text comes out exactly once.
 """
 
@@ -35,6 +36,8 @@ class ToolParser(ABC):
     """
 
     needs_special_tokens: ClassVar[bool] = True
+    # Nobody sees the answer grow: a call is told of once it is accepted.
+    whole_calls: bool = False
 
     def __init__(self, tools: Sequence[ToolSpec] = ()):
         """``tools`` are those the request offers."""
@@ -48,6 +51,9 @@ class ToolParser(ABC):
         self._raw: list[str] = []
         self._call_open = False
         self._after_call = False
+        # Of the open call: what is told once it is accepted.
+        self._call_deltas: list[Delta] = []
+        self._last_brace = ""
 
     # What a parser defines.
 
@@ -81,10 +87,18 @@ class ToolParser(ABC):
             pass
         return self._taken()
 
-    def finish(self) -> list[Delta]:
-        """What was held back, when the sequence has ended. An unfinished call keeps the arguments it has."""
-        if self._call_open and self.in_arguments():
-            self.arguments(self.buffer)
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """What was held back, when the sequence has ended: ``cut`` off, or by itself.
+
+        A call that was cut off keeps the arguments it has. One that the model left unfinished is broken.
+        """
+        if self._call_open and cut:
+            if self.in_arguments():
+                self.arguments(self.buffer)
+            self._tell_call()
+        elif self._call_open:
+            self.consume(len(self.buffer))
+            self._break_call()
         elif not (self._after_call and self.in_framing()):
             self.content("".join(self._raw) + self.buffer)
         self.buffer = ""
@@ -128,38 +142,37 @@ class ToolParser(ABC):
         text, self.buffer = self.buffer[:length], self.buffer[length:]
         self.content(text)
 
-    @property
-    def call_is_open(self) -> bool:
-        """Whether a call has been announced and has not ended."""
-        return self._call_open
-
     def announce(self, name: str, call_id: str | None = None) -> None:
-        """Begin a call: from here on it can't be taken back."""
-        self._space.take()
-        self._raw.clear()
+        """Begin a call."""
+        self._raw.insert(0, self._space.take())  # framing, if it stays a call
         self._call_open = self._after_call = True
-        self._deltas.append(Delta("tool", "", self.num_calls, call_id or self.new_call_id(), name))
+        self._add_to_call(Delta("tool", "", self.num_calls, call_id or self.new_call_id(), name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Emit a piece of the open call's arguments."""
+        """Emit a piece of the open call's arguments, but for a brace that may be their last."""
+        if not text:
+            return
+        text = self._last_brace + text
+        self._last_brace = "}" if text[-1] == "}" else ""
+        if self._last_brace:
+            text = text[:-1]
         if text:
-            self._deltas.append(Delta("tool", text, self.num_calls - 1))
-
-    def commit(self) -> None:
-        """What was consumed so far is part of a call, or framing, for good."""
-        self._raw.clear()
+            self._add_to_call(Delta("tool", text, self.num_calls - 1))
 
     def accept(self) -> None:
-        """:meth:`commit`, and an open call is complete."""
-        self._call_open = False
+        """What was consumed so far is a call, or framing, for good."""
+        if self._call_open:
+            self._tell_call()
         self._raw.clear()
 
     def reject(self, state: Callable[[], bool]) -> bool:
         """What was consumed and is not certain yet is content after all; goes on with ``state``."""
-        self._call_open = False
-        self.content("".join(self._raw))
-        self._raw.clear()
+        if self._call_open:
+            self._break_call()
+        else:
+            self.content("".join(self._raw))
+            self._raw.clear()
         return self.go(state)
 
     def plain(self) -> bool:
@@ -171,7 +184,6 @@ class ToolParser(ABC):
         """Let ``reader`` consume the open call's arguments from the buffer and pass them on. True once it is done or failed."""
         self.consume(reader.feed(self.buffer))
         self.arguments(reader.take())
-        self.commit()
         return reader.done or reader.failed
 
     def read_call(self, reader: CallObjectReader) -> bool:
@@ -183,8 +195,33 @@ class ToolParser(ABC):
             self.announce(reader.name)
         if self._call_open:
             self.arguments(reader.take())
-            self.commit()
         return reader.done or reader.failed
+
+    def _add_to_call(self, delta: Delta) -> None:
+        (self._call_deltas if self.whole_calls else self._deltas).append(delta)
+
+    def _tell_call(self) -> None:
+        """The open call is all there is of it."""
+        if self._last_brace:
+            self._add_to_call(Delta("tool", self._last_brace, self.num_calls - 1))
+        self._deltas += self._call_deltas
+        self._close_call()
+
+    def _break_call(self) -> None:
+        """The open call is none: all of its text is content."""
+        if self.whole_calls:
+            self.num_calls -= 1
+        else:
+            self._deltas.append(Delta("tool", "", self.num_calls - 1, broken=True))
+        text = "".join(self._raw)
+        self._close_call()
+        self.content(text)
+
+    def _close_call(self) -> None:
+        self._call_open = False
+        self._last_brace = ""
+        self._call_deltas.clear()
+        self._raw.clear()
 
     def _emit(self, kind: Any, text: str) -> None:
         if text:

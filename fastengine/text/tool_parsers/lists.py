@@ -34,7 +34,7 @@ class CallListParser(ToolParser):
         if not self.consume_space():
             return False
         if self.buffer[0] == "]":
-            return self._list_end()
+            return self.reject(self.after_list)  # a list of nothing is no call
         return self._item()
 
     def _item(self) -> bool:

@@ -16,7 +16,6 @@ class HermesToolParser(ToolParser):
     BEGIN: ClassVar[str] = "<tool_call>"
     END: ClassVar[str] = "</tool_call>"
     _FINDER = MarkerFinder([BEGIN])
-    _BOTH = MarkerFinder([BEGIN, END])
 
     @classmethod
     def call_structure(cls, tool: ToolSpec) -> tuple[str, str, str]:
@@ -25,7 +24,11 @@ class HermesToolParser(ToolParser):
     def begin(self) -> bool:
         place, marker = self._FINDER.find(self.buffer)
         self.content_to(place)
-        return self._begin_call(marker)
+        if not marker:
+            return False
+        self.consume(len(marker))
+        self._reader = CallObjectReader(any_name)
+        return self.go(self._call)
 
     def in_arguments(self) -> bool:
         return self._reader.in_arguments
@@ -33,20 +36,13 @@ class HermesToolParser(ToolParser):
     def in_framing(self) -> bool:
         return self.state == self._call_end
 
-    def _begin_call(self, marker: str) -> bool:
-        if not marker:
-            return False
-        self.consume(len(marker))
-        self._reader = CallObjectReader(any_name)
-        return self.go(self._call)
-
     def _call(self) -> bool:
         if not self.read_call(self._reader):
             return False
         if self._reader.done:
             self.accept()
             return self.go(self._call_end)
-        return self.reject(self._broken if self.call_is_open else self.begin)
+        return self.reject(self.begin)
 
     def _call_end(self) -> bool:
         """After the object: white space and the end marker, which some models forget."""
@@ -56,17 +52,8 @@ class HermesToolParser(ToolParser):
         if found == "":
             return False
         if found is None:
-            return self.reject(self._broken)
+            return self.reject(self.begin)
         self.accept()
-        return self.go(self.begin)
-
-    def _broken(self) -> bool:
-        """Within a call that went wrong after it was announced: content until a marker; the end marker is none."""
-        place, marker = self._BOTH.find(self.buffer)
-        self.content_to(place)
-        if marker != self.END:
-            return self._begin_call(marker)
-        self.buffer = self.buffer[len(marker) :]
         return self.go(self.begin)
 
 
@@ -90,7 +77,6 @@ class DeepSeekToolParser(ToolParser):
     FENCE: ClassVar[str] = "```json"
     MAX_HEADER_CHARACTERS: ClassVar[int] = 256
     _FINDER = MarkerFinder([LIST_BEGIN, BEGIN])
-    _ALL = MarkerFinder([LIST_BEGIN, LIST_END, BEGIN, END])
     _SEPARATOR_FINDER = MarkerFinder([SEPARATOR])
 
     def begin(self) -> bool:
@@ -169,7 +155,7 @@ class DeepSeekToolParser(ToolParser):
         if not self.read_arguments(self._arguments):
             return False
         if self._arguments.failed:
-            return self.reject(self._broken)
+            return self.reject(self.begin)
         self.accept()
         return self.go(self._call_end)
 
@@ -181,22 +167,11 @@ class DeepSeekToolParser(ToolParser):
         if found == "":
             return False
         if found is None:
-            return self.reject(self._broken)
+            return self.reject(self.begin)
         if found == self.END:
             self.accept()
             return self.go(self._between)
         return True
-
-    def _broken(self) -> bool:
-        """Within a call that went wrong after it was announced: content until a marker; end markers are none."""
-        place, marker = self._ALL.find(self.buffer)
-        self.content_to(place)
-        if not marker:
-            return False
-        if marker in (self.LIST_BEGIN, self.BEGIN):
-            return self.go(self._between)
-        self.buffer = self.buffer[len(marker) :]
-        return self.go(self.begin if marker == self.LIST_END else self._broken)
 
 
 class DeepSeekV3ToolParser(DeepSeekToolParser):

@@ -99,7 +99,6 @@ class PythonicToolParser(ToolParser):
         if not self._keys:
             self.announce(self._name)
         self.arguments(f"{', ' if self._keys else '{'}{json.dumps(self._key, ensure_ascii=False)}: ")
-        self.commit()
         self._keys.add(self._key)
         self._value = PythonReader()
         return self.go(self._in_value)
@@ -107,7 +106,6 @@ class PythonicToolParser(ToolParser):
     def _in_value(self) -> bool:
         self.consume(self._value.feed(self.buffer))
         self.arguments(self._value.take())
-        self.commit()
         if self._value.failed:
             return self.reject(self._content)
         return self.go(self._after_value) if self._value.done else False

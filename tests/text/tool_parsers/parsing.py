@@ -29,20 +29,27 @@ ARGUMENTS = st.dictionaries(
 
 class Parser(Protocol):
     def feed(self, text: str) -> list[Delta]: ...
-    def finish(self) -> list[Delta]: ...
+    def finish(self, *, cut: bool = False) -> list[Delta]: ...
 
 
-def parse(parser: Parser, pieces: Sequence[str]) -> list[Any]:
-    """Runs of reasoning and content as (kind, text), and calls as (name, arguments), in order."""
+def parse(parser: Parser, pieces: Sequence[str], *, end_cut: bool = False) -> list[Any]:
+    """Runs of reasoning and content as (kind, text), and calls as (name, arguments), or (name, arguments, "broken"), in order.
+
+    ``end_cut``: the sequence was cut off.
+    """
     out: list[Any] = []
     calls: list[list[str]] = []
     ids: set[str] = set()
-    for delta in [*itertools.chain.from_iterable(parser.feed(piece) for piece in pieces), *parser.finish()]:
+    for delta in [*itertools.chain.from_iterable(parser.feed(piece) for piece in pieces), *parser.finish(cut=end_cut)]:
         if delta.kind != "tool":
             if out and out[-1][0] == delta.kind:
                 out[-1] = (delta.kind, out[-1][1] + delta.text)
             else:
                 out.append((delta.kind, delta.text))
+            continue
+        if delta.broken:
+            assert (delta.text, delta.name, delta.call_index) == ("", None, len(calls) - 1)
+            calls[-1].append("broken")
             continue
         if delta.name is not None:
             assert delta.call_id
@@ -54,8 +61,9 @@ def parse(parser: Parser, pieces: Sequence[str]) -> list[Any]:
         else:
             assert delta.call_id is None
             assert delta.text
-        # A call's pieces come before the next call's.
+        # A call's pieces come before the next call's, and before it is told to be broken.
         assert delta.call_index == len(calls) - 1
+        assert len(calls[-1]) == 2
         calls[-1][1] += delta.text
     return [tuple(item) for item in out]
 
@@ -75,8 +83,21 @@ def parse_everywhere(make: Callable[[], Parser], text: str) -> list[Any]:
 
 
 def calls_of(result: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [(name, json.loads(arguments)) for name, arguments in result if name not in ("content", "reasoning")]
+    return [(item[0], json.loads(item[1])) for item in result if item[0] not in ("content", "reasoning")]
 
 
 def content_of(result: Sequence[Any]) -> str:
-    return "".join(text for kind, text in result if kind == "content")
+    return "".join(item[1] for item in result if item[0] == "content")
+
+
+def without_broken(result: Sequence[Any]) -> list[Any]:
+    """What is left for who takes broken calls for none."""
+    out: list[Any] = []
+    for item in result:
+        if item[-1] == "broken" and len(item) == 3:
+            continue
+        if out and out[-1][0] == item[0] == "content":
+            out[-1] = ("content", out[-1][1] + item[1])
+        else:
+            out.append(item)
+    return out

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastengine.text.plugins import TOOL_PARSERS, load_parsers
 from fastengine.text.tool_parsers import ToolParser, tool_request
 from fastengine.text.tool_parsers.lists import NamedCallParser, RequiredCallsParser
-from tests.text.tool_parsers.parsing import ARGUMENTS, TOOLS, calls_of, content_of, cut, parse, parse_everywhere
+from tests.text.tool_parsers.parsing import ARGUMENTS, TOOLS, calls_of, content_of, cut, parse, parse_everywhere, without_broken
 
 SPECS = tool_request(TOOLS).tools
 FORCED: dict[str, type[ToolParser]] = {"required": RequiredCallsParser}
@@ -20,8 +20,10 @@ CLASSES = {**TOOL_PARSERS, **FORCED}
 NAMES = sorted(CLASSES)
 
 
-def make(name: str) -> ToolParser:
-    return CLASSES[name](SPECS)
+def make(name: str, *, whole: bool = False) -> ToolParser:
+    parser = CLASSES[name](SPECS)
+    parser.whole_calls = whole
+    return parser
 
 
 def hermes(calls: list[tuple[str, Any]], dump: Any) -> str:
@@ -152,8 +154,45 @@ def test_any_text_at_any_cut(name: str, parts: list[str], cuts: list[int]) -> No
     whole = parse(make(name), [text])
     assert parse(make(name), cut(text, cuts)) == whole
     assert parse(make(name), list(text)) == whole
+    # Who waits for all of it gets the same, but for calls that are none.
+    assert parse(make(name, whole=True), cut(text, cuts)) == without_broken(whole)
+    for call in whole:
+        if call[0] not in ("content", "reasoning"):
+            assert is_json(call[1]) == (len(call) == 2), call
     # Words come out once, wherever they stand.
-    assert "".join(f"{a} {b}" for a, b in whole).count("Zq") == text.count("Zq")
+    assert "".join(f"{item[0]} {item[1]}" for item in without_broken(whole)).count("Zq") == text.count("Zq")
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=100, deadline=None)
+@given(parts=st.lists(st.sampled_from([*FRAGMENTS, "Zq"]), max_size=14), cuts=CUTS)
+def test_any_text_that_is_cut_off(name: str, parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    told = parse(make(name), cut(text, cuts), end_cut=True)
+    assert parse(make(name, whole=True), [text], end_cut=True) == without_broken(told)
+
+
+@pytest.mark.parametrize("rendering", RENDERINGS)
+@settings(max_examples=60, deadline=None)
+@given(call=st.tuples(st.just("f"), ARGUMENTS), place=st.integers(0, 10**6), cuts=CUTS)
+def test_a_call_that_is_not_finished_is_text_to_the_letter(rendering: str, call: tuple[str, Any], place: int, cuts: list[int]) -> None:
+    name, render = RENDERINGS[rendering]
+    text = render([call], json.dumps)
+    text = f"Well. {text}" if name not in ("llama3-json", "required") else text
+    arguments_end = text.rindex("}", 0, text.rindex("}")) + 1 if text.count("}") > 1 else text.rindex("}") + 1
+    text = text[: place % arguments_end]
+    result = parse(make(name), cut(text, cuts))
+    assert content_of(result) == text
+    assert all(len(item) == 3 for item in result if item[0] != "content")
+    assert parse(make(name, whole=True), cut(text, cuts)) == ([("content", text)] if text else [])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,6 +218,7 @@ BROKEN = {
         "[TOOL_CALLS]",
         "[TOOL_CALLS] some words",
         "[TOOL_CALLS] [1]",
+        "[TOOL_CALLS] []",
         "[TOOL_CALLS]f[ARGS]1",
         "[TOOL_CALLS]f[CALL_ID][ARGS]{}",
         "[TOOL" + "x" * 200,
@@ -191,7 +231,7 @@ BROKEN = {
         "<｜tool▁call▁begin｜>two\nlines<｜tool▁sep｜>{}",
     ],
     "pythonic": ["[1, 2, 3]", "[unknown()]", "[f]", "[f(1)]", "[f(a)", "[", "see <|python_start|>x", "[]"],
-    "required": ['{"name": "f", "parameters": {}}', "[1]", '[{"name": "unknown", "parameters": {}}]'],
+    "required": ["[]", '{"name": "f", "parameters": {}}', "[1]", '[{"name": "unknown", "parameters": {}}]'],
 }
 
 
@@ -203,11 +243,27 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, b}}</tool_call> ok', [("f", '{"a": 1, '), ("content", "b}} ok")]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', [("f", '{"a": 1}')]),
+        (
+            "hermes",
+            'Hm. <tool_call>{"name": "f", "arguments": {"a": 1, b}}</tool_call> ok',
+            [("content", "Hm."), ("f", '{"a": 1, ', "broken"), ("content", ' <tool_call>{"name": "f", "arguments": {"a": 1, b}}</tool_call> ok')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>',
+            [("f", '{"a": 1', "broken"), ("content", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": x}}</tool_call>\n<tool_call>{"name": "f"}</tool_call>',
+            [("f", '{"a": ', "broken"), ("content", '<tool_call>{"name": "f", "arguments": {"a": x}}</tool_call>'), ("f", "{}")],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": <tool_call>{"name": "f"}</tool_call>',
+            [("f", '{"a": ', "broken"), ("content", '<tool_call>{"name": "f", "arguments": {"a":'), ("f", "{}")],
+        ),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}<tool_call>{"name": "f"}</tool_call>', [("f", "{}"), ("f", "{}")]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut', [("f", '{"a": "cut')]),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 12', [("f", '{"a": 12')]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool_', [("f", "{}")]),
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("f", '{"a": 1}')]),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("f", '{"a": 1}')]),
@@ -215,23 +271,50 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "two\nlines\t"}}</tool_call>', [("f", '{"a": "two\\nlines\\t"}')]),
         ("hermes", 'Let me see. \n\n<tool_call>{"name": "f"}</tool_call>\n\n', [("content", "Let me see."), ("f", "{}")]),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>\nand text ', [("f", "{}"), ("content", "\nand text ")]),
+        ("llama3-json", '{"name": "f", "parameters": {a}}', [("f", "{", "broken"), ("content", '{"name": "f", "parameters": {a}}')]),
         ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g words', [("f", '{"a": 1}'), ("content", "[TOOL_CALLS]g words")]),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, x', [("f", '{"a": 1}'), ("content", ", x")]),
-        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{1}<｜tool▁call▁end｜>x", [("f", "{"), ("content", "1}x")]),
-        ("pythonic", "[f(a=1, 5)]", [("f", '{"a": 1'), ("content", ", 5)]")]),
-        ("pythonic", "[f(a=(1, 2))]", [("f", '{"a": '), ("content", "(1, 2))]")]),
-        ("pythonic", "[f(a=1, a=2)]", [("f", '{"a": 1'), ("content", ", a=2)]")]),
+        ("mistral", '[TOOL_CALLS]f{"a": 1', [("f", '{"a": ', "broken"), ("content", '[TOOL_CALLS]f{"a": 1')]),
+        (
+            "deepseek",
+            "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{1}<｜tool▁call▁end｜>x",
+            [("f", "{", "broken"), ("content", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{1}<｜tool▁call▁end｜>x")],
+        ),
+        ("pythonic", "[f(a=1, 5)]", [("f", '{"a": 1', "broken"), ("content", "[f(a=1, 5)]")]),
+        ("pythonic", "[f(a=(1, 2))]", [("f", '{"a": ', "broken"), ("content", "[f(a=(1, 2))]")]),
+        ("pythonic", "[f(a=1, a=2)]", [("f", '{"a": 1', "broken"), ("content", "[f(a=1, a=2)]")]),
+        ("pythonic", "[f(a=1), f(a=(1, 2))]", [("f", '{"a": 1}'), ("f", '{"a": ', "broken"), ("content", ", f(a=(1, 2))]")]),
     ],
 )
 def test_calls_that_go_wrong(name: str, text: str, expected: list[Any]) -> None:
     assert parse_everywhere(lambda: make(name), text) == expected
+    assert parse_everywhere(lambda: make(name, whole=True), text) == without_broken(expected)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut', [("f", '{"a": "cut')]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 12', [("f", '{"a": 12')]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 12}', [("f", '{"a": 12}')]),
+        ("hermes", '<tool_call>{"name": "f", "argum', [("content", '<tool_call>{"name": "f", "argum')]),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": [', [("f", '{"a": [')]),
+        ("llama3-json", '{"name": "f", "parameters": {"a": "b', [("f", '{"a": "b')]),
+        ("pythonic", '[f(a="b"', [("f", '{"a": "b"')]),
+    ],
+)
+def test_calls_that_are_cut_off_keep_the_arguments_they_have(name: str, text: str, expected: list[Any], whole: bool) -> None:
+    assert parse(make(name, whole=whole), [text], end_cut=True) == expected
+    assert parse(make(name, whole=whole), list(text), end_cut=True) == expected
 
 
 def test_the_named_call() -> None:
     specs = tool_request(TOOLS, {"type": "function", "function": {"name": "f"}}).tools
     assert parse_everywhere(lambda: NamedCallParser(specs), ' {"a": "}"} ') == [("f", '{"a": "}"}')]
     assert parse_everywhere(lambda: NamedCallParser(specs), "no JSON") == [("content", "no JSON")]
-    assert parse_everywhere(lambda: NamedCallParser(specs), '{"a": "cu') == [("f", '{"a": "cu')]
+    assert parse(NamedCallParser(specs), ['{"a": "cu'], end_cut=True) == [("f", '{"a": "cu')]
+    assert parse_everywhere(lambda: NamedCallParser(specs), '{"a": "cu') == [("f", '{"a": "cu', "broken"), ("content", '{"a": "cu')]
 
 
 def test_arguments_stream_as_they_come() -> None:
