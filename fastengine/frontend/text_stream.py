@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fastengine.frontend.request_manager import GenerationStream, SequenceUpdate
-from fastengine.protocol.outputs import FINISH_STOP, EngineError, FinishReason, TopLogprobs
+from fastengine.protocol.outputs import FINISH_ABORT, FINISH_STOP, EngineError, FinishReason, TopLogprobs
 from fastengine.protocol.requests import SamplingParams
 from fastengine.text.output_text import OutputText
 from fastengine.text.tokenizer import Tokenizer
@@ -66,6 +66,11 @@ class SequenceText:
             self._logprob_sum += sum(entry.logprob for entry in told.logprobs)
         return told if self._min_tokens <= 1 else self._hold(told)
 
+    def cut_off(self) -> TextUpdate:
+        """What had been held back, of a sequence that nobody reads on."""
+        told = self._to_text(SequenceUpdate(index=self.index, token_ids=[], finish_reason=FINISH_ABORT))
+        return told if self._held is None else _joined(self._held, told)
+
     def _to_text(self, update: SequenceUpdate) -> TextUpdate:
         told = TextUpdate(index=self.index, text="", token_ids=update.token_ids, logprobs=update.logprobs)
         if update.token_ids:
@@ -86,16 +91,21 @@ class SequenceText:
         return told
 
     def _hold(self, told: TextUpdate) -> TextUpdate | None:
-        held = self._held
-        if held is not None:
-            told.text = held.text + told.text
-            told.token_ids = held.token_ids + told.token_ids
-            told.logprobs = held.logprobs + told.logprobs
-            if told.prompt_logprobs is None:
-                told.prompt_logprobs = held.prompt_logprobs
+        if self._held is not None:
+            told = _joined(self._held, told)
         full = told.finish_reason is not None or len(told.token_ids) >= self._min_tokens
         self._held = None if full else told
         return told if full else None
+
+
+def _joined(held: TextUpdate, told: TextUpdate) -> TextUpdate:
+    """``told`` with what was held before it."""
+    told.text = held.text + told.text
+    told.token_ids = held.token_ids + told.token_ids
+    told.logprobs = held.logprobs + told.logprobs
+    if told.prompt_logprobs is None:
+        told.prompt_logprobs = held.prompt_logprobs
+    return told
 
 
 class TextStream:
@@ -127,6 +137,10 @@ class TextStream:
     @property
     def finished(self) -> bool:
         return self._stream.finished
+
+    def interrupt(self, reason: Exception) -> None:
+        """Make the reader's next :meth:`updates` raise ``reason``."""
+        self._stream.interrupt(reason)
 
     async def updates(self) -> list[TextUpdate]:
         """Wait for news of any sequence; may be empty when nothing of it is to be told yet."""

@@ -179,17 +179,54 @@ def test_in_the_background(api):
     assert api.sdk.responses.cancel(response.id).status == "completed"
 
 
-def test_other_processes_see_and_cancel_it(start_server):
+def has_said_something(server: ApiServer) -> bool:
+    return any(running.num_output > 3 for running in list(server.engine._running.values()))
+
+
+def echoed(num_characters: int) -> str:
+    """What the fake engine says when it isn't told what: the prompt, again and again."""
+    return ("user:hi\nassistant:" * 100)[:num_characters]
+
+
+def test_what_is_cancelled_says_so_and_what_it_had_from_whichever_process(start_server):
     first = start_server()
-    first.engine.step_s = 0.01
+    first.engine.step_s = 0.005
     second = start_server(engine=False, runtime=first.runtime, index=1)
-    response = create(first, background=True, max_output_tokens=4000)
-    assert second.sdk.responses.retrieve(response.id).status == "in_progress"
-    with pytest.raises(openai.ConflictError):
-        second.sdk.responses.delete(response.id)
-    assert second.sdk.responses.cancel(response.id).status == "cancelled"
-    assert wait_for_end(second, response.id).status == "cancelled"
-    assert second.sdk.responses.cancel(response.id).status == "cancelled"
+    for asked in (first, second):
+        first.engine.generated.clear()
+        response = create(first, background=True, max_output_tokens=4000)
+        assert second.sdk.responses.retrieve(response.id).status == "in_progress"
+        with pytest.raises(openai.ConflictError):
+            second.sdk.responses.delete(response.id)
+        first.engine.wait_for(lambda: has_said_something(first))
+        cancelled = asked.sdk.responses.cancel(response.id)
+        assert (cancelled.status, cancelled.error, cancelled.completed_at) == ("cancelled", None, None)
+        assert cancelled.output_text == echoed(len(cancelled.output_text)) != ""
+        assert cancelled.output[0].status == "incomplete"
+        assert cancelled.usage.output_tokens == len(cancelled.output_text)
+        for server in (first, second):
+            assert server.sdk.responses.retrieve(response.id) == server.sdk.responses.cancel(response.id) == cancelled
+        first.engine.wait_for(lambda: first.engine.num_running == 0)
+
+
+def test_a_response_that_fails_in_the_background_keeps_what_it_had(start_server):
+    server = start_server()
+    server.engine.step_s = 0.005
+    response = create(server, background=True, max_output_tokens=4000)
+    server.engine.wait_for(lambda: has_said_something(server))
+    server.engine.set_state("failed", "exit code 1")
+    failed = wait_for_end(server, response.id)
+    assert failed.status == "failed"
+    assert "exit code 1" in failed.error.message
+    assert failed.output_text == echoed(len(failed.output_text)) != ""
+
+
+def test_a_process_that_no_longer_answers_is_no_reason_to_wait(start_server):
+    server = start_server()
+    server.engine.step_s = 0.005
+    response = create(server, background=True, max_output_tokens=4000)
+    server.runtime.file("responses-0").unlink()
+    assert server.sdk.responses.cancel(response.id).status == "in_progress"
 
 
 def test_a_response_whose_process_died_has_failed(api, tmp_path):
@@ -283,5 +320,55 @@ def test_an_error_inside_a_stream_is_a_failed_response(start_server):
         if event.type == "response.output_text.delta" and len(events) < 8:
             server.engine.set_state("failed", "exit code 1")
     assert events[-1].type == "response.failed"
-    assert events[-1].response.status == "failed"
-    assert "exit code 1" in events[-1].response.error.message
+    final = events[-1].response
+    assert (final.status, final.completed_at) == ("failed", None)
+    assert "exit code 1" in final.error.message
+    told = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert final.output_text == told != ""
+    assert [item.status for item in final.output] == ["incomplete"]
+    assert final.usage.output_tokens == len(told)
+    assert server.sdk.responses.retrieve(final.id) == final
+
+
+def test_a_client_that_went_away_finds_what_it_has_missed(start_server):
+    server = start_server()
+    server.engine.step_s = 0.005
+    told, response_id = "", ""
+    with create(server, stream=True, max_output_tokens=4000) as stream:
+        for event in stream:
+            if event.type == "response.created":
+                response_id = event.response.id
+            if event.type == "response.output_text.delta":
+                told += event.delta
+            if len(told) > 5:
+                break
+    server.engine.wait_for(lambda: server.engine.num_running == 0)
+    while server.http.get(f"/v1/responses/{response_id}").status_code == 404:
+        pass
+    response = server.sdk.responses.retrieve(response_id)
+    assert (response.status, response.error) == ("cancelled", None)
+    assert response.output_text.startswith(told)
+
+
+BROKEN_CALL = 'See: <tool_call>{"name": "weather", "arguments": {"city": Paris}}</tool_call>'
+
+
+def test_a_call_that_turns_out_to_be_none(api):
+    api.engine.script = say(BROKEN_CALL)
+    response = create(api, tools=TOOLS)
+    assert [item.type for item in response.output] == ["message"]
+    assert response.output_text == BROKEN_CALL
+    events = list(create(api, tools=TOOLS, stream=True))
+    final = events[-1].response
+    assert [(item.type, item.status) for item in final.output] == [
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+        ("message", "completed"),
+    ]
+    assert final.output_text == BROKEN_CALL
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(final.output[1].arguments)
+    # The model isn't shown a call that it never made.
+    api.engine.script = say(ANSWER)
+    create(api, previous_response_id=final.id, input="and?")
+    assert prompt_of(api) == f"user:hi\nassistant:{BROKEN_CALL}\nuser:and?\nassistant:"

@@ -16,20 +16,19 @@ from fastengine.entrypoints.arrival import Arrival, arrived
 from fastengine.entrypoints.openai.chat_job import prepare_chat
 from fastengine.entrypoints.openai.refused_fields import Refused, refused_by
 from fastengine.entrypoints.openai.request_types import ChatMessage
+from fastengine.entrypoints.openai.responses_cancel import CancelDesk
 from fastengine.entrypoints.openai.responses_input import chat_request, input_items, input_messages, rename
 from fastengine.entrypoints.openai.responses_run import ResponseJob, ResponseRun
 from fastengine.entrypoints.openai.responses_store import ResponseStore, StoredResponse, check_storable
 from fastengine.entrypoints.openai.responses_types import DeletedResponse, InputItemList, ResponseFailure, ResponseObject, ResponsesBody
 from fastengine.entrypoints.renamed_fields import renamed_fields
 from fastengine.entrypoints.responses import EventStream, EventWriter, JsonReply
-from fastengine.frontend.errors import ApiError, bad_request
+from fastengine.frontend.errors import ApiError, ClientDisconnected, bad_request
 from fastengine.frontend.front_end import FrontEnd
 from fastengine.frontend.text_service import ModelText
 from fastengine.ipc.process import is_alive
-from fastengine.protocol.control import AbortRequests
 
 logger = logging.getLogger(__name__)
-ABORT_TIMEOUT_S = 10.0
 MAX_LISTED = 100
 # Field -> the values that ask for nothing, next to null.
 REFUSED: Refused = refused_by(
@@ -57,7 +56,10 @@ class ResponsesEndpoint:
         self._store = ResponseStore(
             front.engine.runtime_dir, max_responses=server.max_stored_responses, max_bytes=int(server.stored_responses_mib * 2**20)
         )
-        self._tasks: set[asyncio.Task[None]] = set()
+        # By the response's id: what this process works on in the background.
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._runs: dict[str, ResponseRun] = {}
+        self._desk = CancelDesk(front.engine.runtime_dir, front.engine.client_index, self._cancel_here)
 
     # -- POST /v1/responses -----------------------------------------------------------------------
 
@@ -73,7 +75,7 @@ class ResponsesEndpoint:
         if new.body.background:
             return JsonReply(await self._start_in_background(job, text), headers=new.headers)
         async with job.chat.run(front.manager, text, request.receive) as stream:
-            run = ResponseRun(job, text, front.text, stream)
+            run = ResponseRun(job, text, front.text, stream, whole=True)
             await run.to_end()
         await self._keep(job, run)
         return JsonReply(run.response, headers=new.headers)
@@ -110,13 +112,23 @@ class ResponsesEndpoint:
     async def _stream(self, job: ResponseJob, text: ModelText, receive: Receive, writer: EventWriter) -> None:
         async with job.chat.run(self._front.manager, text, receive) as stream:
             run = ResponseRun(job, text, self._front.text, stream)
-            await run.write_events(writer)
+            try:
+                await run.write_events(writer)
+            except ClientDisconnected:
+                if writer.started:  # it knows the response's id, and may come back
+                    await run.abandon()
+                    await self._keep(job, run)
+                raise
         await self._keep(job, run)
 
     async def _keep(self, job: ResponseJob, run: ResponseRun) -> None:
         if job.stored:
             record = StoredResponse(
-                response=run.response, request_id=job.chat.request_id, input_items=job.input_items, history=run.history(), owner=os.getpid()
+                response=run.response,
+                input_items=job.input_items,
+                history=run.history(),
+                owner=os.getpid(),
+                client_index=self._front.engine.client_index,
             )
             await self._store.put(record)
 
@@ -124,28 +136,35 @@ class ResponsesEndpoint:
 
     async def _start_in_background(self, job: ResponseJob, text: ModelText) -> ResponseObject:
         """The response as it stands once the engine has the request. Raises what keeps it from getting there."""
+        await self._desk.open()
         begun: asyncio.Future[ResponseObject] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._work(job, text, begun))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[job.id] = task = asyncio.create_task(self._work(job, text, begun))
+        task.add_done_callback(lambda _: self._tasks.pop(job.id))
         return await asyncio.shield(begun)
 
     async def _work(self, job: ResponseJob, text: ModelText, begun: asyncio.Future[ResponseObject]) -> None:
         try:
             async with job.chat.run(self._front.manager, text, never) as stream:
-                run = ResponseRun(job, text, self._front.text, stream)
+                run = self._runs[job.id] = ResponseRun(job, text, self._front.text, stream, whole=True)
                 await self._keep(job, run)
                 begun.set_result(msgspec.structs.replace(run.response))
-                try:
-                    await run.to_end()
-                except ApiError as error:
-                    run.fail(error)
+                await run.to_any_end()
             await self._keep(job, run)
         except Exception as error:
             if begun.done():
                 logger.exception("%s: failed in the background", job.id)
             else:
                 begun.set_exception(error)
+        finally:
+            self._runs.pop(job.id, None)
+
+    async def _cancel_here(self, response_id: str) -> None:
+        """Cancel a response of this process's and wait for its end; another one is none of its business."""
+        run, task = self._runs.get(response_id), self._tasks.get(response_id)
+        if run is not None:
+            run.cancel()
+        if task is not None:
+            await asyncio.wait({task})
 
     # -- /v1/responses/{id} -----------------------------------------------------------------------
 
@@ -155,13 +174,12 @@ class ResponsesEndpoint:
 
     async def cancel(self, request: Request) -> Response:
         record = await self._fetch(request.path_params["response_id"])
-        response = record.response
-        if not response.background:
+        if not record.response.background:
             raise bad_request("response_id", "only a response in the background can be cancelled")
-        if response.status == "in_progress" and await self._abort(record.request_id):
-            # Its own process learns of the abort, too, and writes the same with what had been generated.
-            response.status = "cancelled"
-        return JsonReply(response)
+        if record.response.status == "in_progress":
+            await self._desk.ask(record.client_index, record.response.id)
+            record = await self._fetch(record.response.id)
+        return JsonReply(record.response)
 
     async def delete(self, request: Request) -> Response:
         record = await self._fetch(request.path_params["response_id"])
@@ -200,13 +218,6 @@ class ResponsesEndpoint:
         if response.status == "in_progress" and not is_alive(record.owner):
             response.status, response.error = "failed", ResponseFailure(code="server_error", message="the process that worked on it died")
         return record
-
-    async def _abort(self, request_id: str) -> bool:
-        """Whether it was running until now."""
-        reply = await self._front.engine.control(AbortRequests(req_ids=(request_id,)), timeout_s=ABORT_TIMEOUT_S)
-        if reply.error is not None:
-            raise ApiError.from_engine(reply.error)
-        return bool(reply.result.get("aborted"))
 
 
 def refuse_query(request: Request, names: tuple[str, ...]) -> None:

@@ -129,12 +129,12 @@ def _text(content: str | Sequence[ContentPart], where: str) -> str:
 
 
 def output_messages(items: Sequence[OutputItem]) -> list[ChatMessage]:
-    """What a response said, as the messages of the chat that goes on after it (reasoning is not repeated to the model)."""
+    """What a response said, as the messages of the chat that goes on after it (reasoning and calls that are none are not repeated to the model)."""
     message = ChatMessage(role="assistant")
     for item in items:
         if isinstance(item, MessageItem):
             message.content = (message.content or "") + "".join(part.text for part in item.content)  # type: ignore[operator]
-        elif isinstance(item, FunctionCallItem):
+        elif isinstance(item, FunctionCallItem) and item.status == "completed":
             call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
             message.tool_calls = [*(message.tool_calls or []), call]
     return [message] if message.content is not None or message.tool_calls else []

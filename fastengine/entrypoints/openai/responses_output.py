@@ -56,6 +56,9 @@ class OutputItems:
         """Take an update's deltas and the log-probabilities of its tokens, which go to the text they end up in."""
         self._unplaced += logprobs
         for delta in deltas:
+            if delta.broken:
+                yield from self.close("incomplete")
+                continue
             opened = self._open
             if opened is None or delta.name is not None or delta.kind != opened.kind or delta.call_index != opened.call_index:
                 yield from self.close("completed")

@@ -23,14 +23,14 @@ _ID = re.compile(r"resp_[0-9a-f]{32}")
 
 
 class StoredResponse(msgspec.Struct, kw_only=True):
-    """``history`` is the conversation up to and with the response, without instructions; ``owner`` the process that works on it,
-    ``request_id`` what the engine calls it."""
+    """``history`` is the conversation up to and with the response, without instructions; ``owner`` and ``client_index`` are the
+    process that works on it."""
 
     response: ResponseObject
-    request_id: str
     input_items: list[Item]
     history: list[ChatMessage]
     owner: int
+    client_index: int
 
 
 class ResponseStore:

@@ -160,7 +160,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    completed_at: int | None = None
+    completed_at: int | None = None  # of the status completed
     status: ResponseStatus
     background: bool = False
     error: ResponseFailure | None = None
