@@ -43,6 +43,8 @@ from fastengine.version import __version__
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 Json = dict[str, Any]
+# Of a path that isn't there, in the message that says so.
+MAX_PATH_TOLD = 200
 _PATH_PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
 ITEMS_QUERY: list[Json] = [
     {"name": "limit", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 20}},
@@ -248,30 +250,40 @@ class Schemas:
         app.openapi = openapi  # type: ignore[method-assign]
 
 
+def _meant(app: FastAPI, path: str) -> str:
+    """What a caller who wrote one slash too many, or left out the version, is told."""
+    clean = re.sub("//+", "/", path).rstrip("/")
+    known = {route.path for route in app.routes if isinstance(route, Route)}
+    found = next((candidate for candidate in (clean, "/v1" + clean, clean.removeprefix("/v1")) if candidate in known), None)
+    return "" if found is None else f": it is {found}"
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         request_id = request.scope.get("state", {}).get("request_id")
-        return error_reply(error, request.url.path, headers={"X-Request-Id": request_id} if request_id else None)
+        return error_reply(error, request.scope["path"], headers={"X-Request-Id": request_id} if request_id else None)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        messages = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not allowed on {request.url.path}"}
+        path = request.scope["path"][:MAX_PATH_TOLD]
+        messages = {404: f"there is no {path} here{_meant(app, request.scope['path'])}", 405: f"{request.scope['method']} is not allowed on {path}"}
         headers = dict(error.headers or {})
         if error.status_code == 405:  # one path may stand in several routes, of which the router names one
             found = [route for route in app.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
-            headers["Allow"] = ", ".join(sorted({method for route in found for method in route.methods or ()}))
-        return error_reply(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))), request.url.path, headers=headers)
+            allowed = {method for route in found for method in route.methods or ()}
+            headers["Allow"] = ", ".join(sorted(allowed | {"HEAD"} if "GET" in allowed and path not in control_routes.CONTROL_PATHS else allowed))
+        return error_reply(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))), path, headers=headers)
 
     async def unforeseen(request: Request, error: Exception) -> Response:
         request_id = request.scope.get("state", {}).get("request_id") or new_request_id("req", None)
-        logger.error("%s: %s %s failed", request_id, request.method, request.url.path, exc_info=error)
+        logger.error("%s: %s %s failed", request_id, request.method, request.scope["path"], exc_info=error)
         # The server is told of the exception, too, and closes the connection behind the reply: the client should know.
         headers = {"X-Request-Id": request_id, "Connection": "close"}
-        return error_reply(ApiError(500, f"internal error in request {request_id}"), request.url.path, headers=headers)
+        return error_reply(ApiError(500, f"internal error in request {request_id}"), request.scope["path"], headers=headers)
 
     async def client_gone(request: Request, error: Exception) -> Response:
-        logger.debug("%s: the client went away", request.url.path)
+        logger.debug("%s: the client went away", request.scope["path"])
         return Response(status_code=499)  # for the count: nobody reads it
 
     for gone in (ClientDisconnected, ClientDisconnect):

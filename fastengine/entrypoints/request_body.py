@@ -41,7 +41,11 @@ def printable(name: str) -> str:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises ApiError 413 as soon as it is known to be longer than ``max_bytes``."""
+    """The whole body. Raises ApiError: 413 as soon as it is known to be longer than ``max_bytes``, 415 if it is compressed."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        message = f"Content-Encoding: {printable(coding)} is not understood, send the body uncompressed"
+        raise ApiError(415, message, code="unsupported_content_encoding")
     too_large = ApiError(413, f"the request body is larger than {max_bytes / 2**20:g} MiB")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:

@@ -21,7 +21,7 @@ from fastengine.frontend.request_manager import GenerationStream
 logger = logging.getLogger(__name__)
 __all__ = ["DONE_EVENT", "EventStream", "EventWriter", "JsonReply", "error_reply", "interrupted_by_disconnect"]
 # Errors after which the rest of the request is not read: the connection can't be used again.
-UNREAD = frozenset({408, 413})
+UNREAD = frozenset({408, 413, 415})
 # nginx would otherwise gather events before passing them on.
 EVENT_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 

@@ -56,7 +56,13 @@ def build_front_end(config: EngineConfig, runtime_dir: RuntimeDir, client_index:
 async def serve(front: FrontEnd, listener: socket.socket) -> int:
     """Run until a signal comes; the exit code."""
     watchdog = EventLoopWatchdog(front.config.parallel.watchdog_timeout)
-    server = HttpServer(watchdog.over(create_app(front)), front.config.server, begin_shutdown=front.begin_shutdown, end_requests=front.end_requests)
+    server = HttpServer(
+        watchdog.over(create_app(front)),
+        front.config.server,
+        begin_shutdown=front.begin_shutdown,
+        end_requests=front.end_requests,
+        on_refused=front.http_metrics.count_refused,
+    )
     exit_code = 0
 
     def text_loaded(loading: asyncio.Task[ModelText]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fastengine.ipc.runtime_dir import RuntimeDir
 
-STATUSES = (200, 307, 400, 401, 403, 404, 405, 409, 413, 422, 429, 431, 499, 500, 503, 504)
+STATUSES = (200, 204, 400, 401, 403, 404, 405, 408, 409, 413, 414, 415, 429, 431, 499, 500, 501, 503, 504, 505)
 OTHER = "other"
 COUNTER_DTYPE = np.dtype("<i8")
 
@@ -40,6 +40,10 @@ class HttpMetrics:
         row = self._routes.get(route, self._routes[OTHER])
         column = STATUSES.index(status) if status in STATUSES else len(STATUSES)
         self._counts[row, column] += 1
+
+    def count_refused(self, status: int) -> None:
+        """A request that came to no route."""
+        self.count(OTHER, status)
 
     def render(self) -> str:
         """Prometheus text: the sums over all API processes."""

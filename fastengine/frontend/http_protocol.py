@@ -15,15 +15,15 @@ even sent its headers, or goes on sending after its answer, is closed a little l
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from fastengine.frontend.errors import ApiError
+from fastengine.frontend.strict_protocol import StrictProtocol
 
 # The scope's key of a ReadClock.
 READ_CLOCK = "fastengine.read_clock"
@@ -69,7 +69,7 @@ class DirectBody:
         return True
 
 
-class TimedProtocol(HttpToolsProtocol):
+class TimedProtocol(StrictProtocol):
     def __init__(
         self,
         config: Config,
@@ -81,22 +81,23 @@ class TimedProtocol(HttpToolsProtocol):
         max_connections: int,
         on_made: Callable[[asyncio.Protocol], int],
         on_all_closed: Callable[[], None],
+        on_refused: Callable[[int], None],
     ):
         """``on_made(self)`` is told of the connection, and returns how many are open that are not made yet; ``on_all_closed`` is called
-        whenever the last open connection has been closed."""
+        whenever the last open connection has been closed, ``on_refused`` with the status of what no application has answered."""
         super().__init__(config, server_state, app_state, _loop)
         self._read_timeout_s = read_timeout_s
         self._max_connections = max_connections
         self._on_made = on_made
         self._on_all_closed = on_all_closed
+        self._on_refused = on_refused
         self._clock: ReadClock | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         if len(self.connections) + self._on_made(self) > self._max_connections:
-            self._refuse(ApiError(503, f"{self._max_connections} connections are open, the most this server takes", retry_after_s=1))
+            self.refuse(ApiError(503, f"{self._max_connections} connections are open, the most this server takes", retry_after_s=1))
         else:
             self._start_clock()
 
@@ -124,22 +125,17 @@ class TimedProtocol(HttpToolsProtocol):
             self._start_clock()
         self.scope[READ_CLOCK] = self._clock
 
-    def on_message_complete(self) -> None:
+    def head_read(self) -> None:
+        self.scope[DIRECT_BODY] = DirectBody(self.cycle)
+
+    def request_read(self) -> None:
         if self._clock is not None:
             self._clock.complete = True
         self._stop_clock()
-        super().on_message_complete()
 
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self.scope[DIRECT_BODY] = DirectBody(self.cycle)
-        if self._running is None or self._running.response_complete:
-            self._running = self.cycle
-
-    def on_response_complete(self) -> None:
-        if self.pipeline:
-            self._running = self.pipeline[-1][0]
-        super().on_response_complete()
+    def refuse(self, error: ApiError) -> None:
+        self._on_refused(error.status)
+        super().refuse(error)
 
     def _start_clock(self) -> None:
         self._clock = ReadClock(self.loop.time() + self._read_timeout_s)
@@ -161,17 +157,9 @@ class TimedProtocol(HttpToolsProtocol):
             return
         waits_for_headers = running is None or running.response_complete
         if waits_for_headers and self.scope is not None and "method" not in self.scope:
-            self._refuse(ApiError(408, f"no complete request came within {self._read_timeout_s:g} s"))
+            self.refuse(ApiError(408, f"no complete request came within {self._read_timeout_s:g} s"))
         else:
             self.transport.abort()
-
-    def _refuse(self, error: ApiError) -> None:
-        body = json.dumps(error.body()).encode()
-        head = STATUS_LINE[error.status] + b"content-type: application/json\r\nconnection: close\r\n"
-        if error.retry_after_s is not None:
-            head += b"retry-after: %d\r\n" % error.retry_after_s
-        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        self.transport.close()
 
     @property
     def is_answering(self) -> bool:

@@ -37,6 +37,7 @@ class HttpServer(uvicorn.Server):
 
     ``begin_shutdown`` is called when nothing new is accepted any more. A second signal, or the timeout, ends the drain:
     ``end_requests`` is called to make running requests answer at once that the server shuts down. It returns how many there were.
+    ``on_refused`` gets the status of each reply that was given before, or without, any request's reaching the application.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class HttpServer(uvicorn.Server):
         *,
         begin_shutdown: Callable[[], None] = lambda: None,
         end_requests: Callable[[], int] = lambda: 0,
+        on_refused: Callable[[int], None] = lambda status: None,
     ):
         self._drain_s = server.shutdown_timeout
         self._handshake_s = min(server.request_read_timeout, MAX_HANDSHAKE_S)
@@ -59,6 +61,7 @@ class HttpServer(uvicorn.Server):
             max_connections=self._max_connections,
             on_made=self._connection_made,
             on_all_closed=self._connections_closed,
+            on_refused=on_refused,
         )
         config = uvicorn.Config(
             app,

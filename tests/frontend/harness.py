@@ -125,7 +125,11 @@ class ApiServer:
     async def _serve(self, listener: socket.socket) -> None:
         self.loop = asyncio.get_running_loop()
         self.server = HttpServer(
-            create_app(self.front), self.config.server, begin_shutdown=self.front.begin_shutdown, end_requests=self.front.end_requests
+            create_app(self.front),
+            self.config.server,
+            begin_shutdown=self.front.begin_shutdown,
+            end_requests=self.front.end_requests,
+            on_refused=self.front.http_metrics.count_refused,
         )
         self.front.start()
         self._started.set()
