@@ -69,7 +69,12 @@ def _request(url: str, command: str, arguments: Sequence[str], key: str | None) 
         if not key.isascii() or not key.isprintable():
             raise UsageError("--key: a key has printable ASCII characters only")
         headers["Authorization"] = f"Bearer {key}"
-    fields = dict(_argument(argument) for argument in arguments)
+    fields: dict[str, Any] = {}
+    for argument in arguments:
+        name, value = _argument(argument)
+        if name in fields:
+            raise UsageError(f"{name} is given twice")
+        fields[name] = value
     if method == "GET" and fields:
         raise UsageError(f"{command} takes no arguments")
     body = None if method == "GET" else json.dumps(fields).encode()

@@ -52,6 +52,7 @@ def test_bad_urls(url, capsys):
         (["pause", "mode"], "key=value"),
         (["pause", "=abort"], "key=value"),
         (["is-paused", "a=b"], "no arguments"),
+        (["pause", "mode=drain", "mode=abort"], "mode is given twice"),
     ],
 )
 def test_bad_arguments(arguments, words, capsys):
