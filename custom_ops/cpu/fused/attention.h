@@ -79,15 +79,15 @@ FE_INLINE int64_t partial_floats(int64_t num_rows, int64_t head_dim) { return 2 
 void write_kv(const KvLayer& cache, int64_t slot, int64_t head, const float* key, const float* value);
 
 int64_t attention_scratch_bytes(int64_t head_dim, int64_t rotary_dim);
-// `next` is the task that this thread will probably walk afterwards.
-void attention_float(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next, void* scratch);
-void attention_int8(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next, void* scratch);
+// Walks the first of `tasks`; those from there on to `end` are what this thread will probably walk afterwards.
+void attention_float(const AttentionInput& in, const AttentionTask* tasks, const AttentionTask* end, void* scratch);
+void attention_int8(const AttentionInput& in, const AttentionTask* tasks, const AttentionTask* end, void* scratch);
 
-FE_INLINE void attention(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next, void* scratch) {
+FE_INLINE void attention(const AttentionInput& in, const AttentionTask* tasks, const AttentionTask* end, void* scratch) {
   if (in.cache.type == KvType::kInt8) {
-    attention_int8(in, task, next, scratch);
+    attention_int8(in, tasks, end, scratch);
   } else {
-    attention_float(in, task, next, scratch);
+    attention_float(in, tasks, end, scratch);
   }
 }
 

@@ -24,13 +24,13 @@ struct FloatKernel {
     }
   }
 
-  FE_MEMBER Chunk chunk_at(const AttentionInput& in, const AttentionTask& task, int64_t chunk) const {
+  FE_MEMBER Chunk chunk_of(const AttentionInput& in, const Piece* pieces) const {
     const KvLayer& c = in.cache;
     Chunk out;
-    for_pieces(in, task, chunk, [&](int64_t i, int64_t base, int64_t offset) {
-      out.keys[i] = static_cast<const T*>(c.key) + base * c.head_dim + offset;
-      out.values[i] = static_cast<const T*>(c.value) + (base + offset) * c.head_dim;
-    });
+    for (int64_t i = 0; i < kChunk / 16; ++i) {
+      out.keys[i] = static_cast<const T*>(c.key) + pieces[i].base * c.head_dim + pieces[i].offset;
+      out.values[i] = static_cast<const T*>(c.value) + (pieces[i].base + pieces[i].offset) * c.head_dim;
+    }
     return out;
   }
 
@@ -120,11 +120,11 @@ struct FloatKernel {
 
 int64_t attention_scratch_bytes(int64_t head_dim, int64_t rotary_dim) { return (2 * kTaskRows * head_dim + new_row_floats(head_dim, rotary_dim)) * 4; }
 
-void attention_float(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next, void* scratch) {
+void attention_float(const AttentionInput& in, const AttentionTask* tasks, const AttentionTask* end, void* scratch) {
   if (in.cache.type == KvType::kBfloat16) {
-    walk<FloatKernel<uint16_t>>(in, task, next, scratch);
+    walk<FloatKernel<uint16_t>>(in, tasks, end, scratch);
   } else {
-    walk<FloatKernel<float>>(in, task, next, scratch);
+    walk<FloatKernel<float>>(in, tasks, end, scratch);
   }
 }
 

@@ -78,15 +78,16 @@ struct Int8Kernel {
     }
   }
 
-  FE_MEMBER Chunk chunk_at(const AttentionInput& in, const AttentionTask& task, int64_t chunk) const {
+  FE_MEMBER Chunk chunk_of(const AttentionInput& in, const Piece* pieces) const {
     const KvLayer& c = in.cache;
     Chunk out;
-    for_pieces(in, task, chunk, [&](int64_t i, int64_t base, int64_t offset) {
+    for (int64_t i = 0; i < kChunk / 16; ++i) {
+      const auto [base, offset] = pieces[i];
       out.keys[i] = static_cast<const uint8_t*>(c.key) + base * c.head_dim + offset * 4;
       out.values[i] = static_cast<const int8_t*>(c.value) + (base + offset) * c.head_dim;
       out.key_scales[i] = c.key_scale + base + offset;
       out.value_scales[i] = c.value_scale + base + offset;
-    });
+    }
     return out;
   }
 
@@ -223,18 +224,11 @@ struct Int8Kernel {
         score<kRows, false>(dots, i, first, counts, most, scores);
       }
     }
-    // A short chunk has asked for as much of the next one; for the rest of it now.
-    for (int64_t i = padded; i < kChunk; i += 16) {
-      for (int64_t q = 0; q < d / 4; ++q) prefetch(next.keys[i / 16] + q * block_size * 4);
-    }
     for (int r = 0; r < kRows; ++r) maxima[r] = vmaximum(vload(most + r * kLanes));
     for (int r = 0; r < kRows; ++r) sums[r] = weigh(scores + r * kChunk, maxima[r], padded, reinterpret_cast<uint8_t*>(weights + r * (kChunk / 4)));
     RowFactors factors;
     settle(target, maxima, sums, kRows, &factors);
     const int64_t pieces = ceil_div(most_visible, 16);
-    for (int64_t piece = pieces; piece < kChunk / 16; ++piece) {
-      for (int64_t at = 0; at < 16 * d; at += 64) prefetch(next.values[piece] + at);
-    }
     int64_t f = 0;
     for (; f + kAtOnce * kLanes <= d; f += kAtOnce * kLanes) add_values<kRows, kAtOnce>(chunk, next, f, weights, pieces, target, factors);
     for (; f + 2 * kLanes <= d; f += 2 * kLanes) add_values<kRows, 2>(chunk, next, f, weights, pieces, target, factors);
@@ -244,8 +238,8 @@ struct Int8Kernel {
 
 }  // namespace
 
-void attention_int8(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next, void* scratch) {
-  walk<Int8Kernel>(in, task, next, scratch);
+void attention_int8(const AttentionInput& in, const AttentionTask* tasks, const AttentionTask* end, void* scratch) {
+  walk<Int8Kernel>(in, tasks, end, scratch);
 }
 
 }  // namespace FE_ISA

@@ -2,7 +2,7 @@
 //
 // A Kernel has
 //   Kernel(in, task, rows, scratch)   takes the task's query rows
-//   Chunk chunk_at(in, task, chunk)   where the chunk's keys and values are
+//   Chunk chunk_of(in, pieces)   where the keys and values of a chunk's pieces are
 //   void prepare(chunk, next, visible)   once per chunk, before its groups; `visible` positions are written
 //   group<kRows>(chunk, next, first_row, counts, masked, target)
 // and group() leaves a chunk's maxima and sums in target.maxima and .sums of its rows, and adds its weighted
@@ -85,18 +85,61 @@ FE_INLINE void put(const GroupTarget& target, const RowFactors& factors, int64_t
   vstore(out, target.folds ? vfma(values, vset(factors.added[row]), vmul(vload(out), vset(factors.kept[row]))) : values);
 }
 
-// The 16-position pieces of chunk `chunk`. Pieces behind the end repeat the last one: they are read, but
-// count for nothing.
-template <typename Visit>
-FE_INLINE void for_pieces(const AttentionInput& in, const AttentionTask& task, int64_t chunk, const Visit& visit) {
+// 16 positions of one head in the cache: its row of blocks, in positions, and the first of them in its block.
+struct Piece {
+  int64_t base, offset;
+};
+
+FE_INLINE Piece piece_at(const AttentionInput& in, const AttentionTask& task, int64_t piece) {
   const KvLayer& c = in.cache;
-  const int32_t* const table = in.block_tables + task.seq * in.max_blocks;
-  const int64_t last = (task.first_position + task.num_queries - 1) / 16 * 16;
-  for (int64_t i = 0; i < kChunk / 16; ++i) {
-    const int64_t position = min_i(chunk * kChunk + 16 * i, last), offset = position % c.block_size;
-    visit(i, (table[position / c.block_size] * c.num_kv_heads + task.kv_head) * c.block_size, offset);
-  }
+  const int64_t position = piece * 16;
+  const int32_t block = in.block_tables[task.seq * in.max_blocks + position / c.block_size];
+  return {(block * c.num_kv_heads + task.kv_head) * c.block_size, position % c.block_size};
 }
+
+// Pieces that a task walks.
+FE_INLINE int64_t first_piece_of(const AttentionTask& task) { return task.first_chunk * (kChunk / 16); }
+FE_INLINE int64_t end_piece_of(const AttentionTask& task) { return min_i(task.last_chunk * (kChunk / 16), ceil_div(task.first_position + task.num_queries, 16)); }
+
+// The `num_pieces` pieces of chunk `chunk`. Those behind repeat the last one: they are read, but count for nothing.
+FE_INLINE void pieces_of_chunk(const AttentionInput& in, const AttentionTask& task, int64_t chunk, int64_t num_pieces, Piece* out) {
+  for (int64_t i = 0; i < kChunk / 16; ++i) out[i] = i < num_pieces ? piece_at(in, task, chunk * (kChunk / 16) + i) : out[num_pieces - 1];
+}
+
+// What a thread will walk kAhead pieces after what it has in hand, whichever task that belongs to. For each piece that
+// it works on it asks for one of these: a short chunk, which is soon over, for few, and a long one for many.
+class PiecesAhead {
+ public:
+  static constexpr int64_t kAhead = kChunk / 16;
+
+  FE_MEMBER PiecesAhead(const AttentionInput& in, const AttentionTask* task, const AttentionTask* end) : in_(in), task_(task), end_(end), piece_(first_piece_of(*task) + kAhead) {
+    settle();
+  }
+
+  // The next `num_pieces`, filled up as in pieces_of_chunk().
+  FE_MEMBER void take(int64_t num_pieces, Piece* out) {
+    for (int64_t i = 0; i < kChunk / 16; ++i) {
+      out[i] = i < num_pieces ? piece_at(in_, *task_, piece_) : out[num_pieces - 1];
+      if (i < num_pieces) ++piece_, settle();
+    }
+  }
+
+ private:
+  // From behind a task's pieces into the tasks after it; behind the last one's nothing new is asked for.
+  FE_MEMBER void settle() {
+    for (int64_t last = end_piece_of(*task_); piece_ >= last; last = end_piece_of(*task_)) {
+      if (task_ + 1 == end_) {
+        piece_ = last - 1;
+        return;
+      }
+      piece_ += first_piece_of(*++task_) - last;
+    }
+  }
+
+  const AttentionInput& in_;
+  const AttentionTask *task_, *end_;
+  int64_t piece_;
+};
 
 template <typename Kernel>
 FE_INLINE void walk_rows(Kernel& kernel, int64_t num_rows, const typename Kernel::Chunk& chunk, const typename Kernel::Chunk& next, int64_t first, const int64_t* counts,
@@ -144,7 +187,8 @@ FE_INLINE void fold_split(const AttentionInput& in, const AttentionTask& task, c
 
 // scratch: the rows' output [kTaskRows][head_dim], a new row, then the kernel's own.
 template <typename Kernel>
-FE_INLINE void walk(const AttentionInput& in, const AttentionTask& task, const AttentionTask& next_task, void* scratch) {
+FE_INLINE void walk(const AttentionInput& in, const AttentionTask* tasks, const AttentionTask* end_of_tasks, void* scratch) {
+  const AttentionTask& task = *tasks;
   const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads, num_rows = task.num_queries * heads;
   float* const out = static_cast<float*>(scratch);
   float *const new_row = out + kTaskRows * d, *const own = new_row + new_row_floats(d, in.new_rows.rotary_dim);
@@ -159,10 +203,14 @@ FE_INLINE void walk(const AttentionInput& in, const AttentionTask& task, const A
   }
   float* const partials = is_split ? in.partials + in.splits[task.split].partials_at : nullptr;
   const int64_t end = task.first_position + task.num_queries;
-  typename Kernel::Chunk chunk = kernel.chunk_at(in, task, task.first_chunk);
+  PiecesAhead pieces_ahead(in, tasks, end_of_tasks);
   for (int64_t i = task.first_chunk; i < task.last_chunk; ++i) {
-    const int64_t begin = i * kChunk, visible = min_i(kChunk, end - begin);
-    const typename Kernel::Chunk next = i + 1 < task.last_chunk ? kernel.chunk_at(in, task, i + 1) : kernel.chunk_at(in, next_task, next_task.first_chunk);
+    const int64_t begin = i * kChunk, visible = min_i(kChunk, end - begin), num_pieces = ceil_div(visible, 16);
+    Piece pieces[kChunk / 16];
+    pieces_of_chunk(in, task, i, num_pieces, pieces);
+    const typename Kernel::Chunk chunk = kernel.chunk_of(in, pieces);
+    pieces_ahead.take(num_pieces, pieces);
+    const typename Kernel::Chunk next = kernel.chunk_of(in, pieces);
     kernel.prepare(chunk, next, visible);
     float* const results = partials + i * partial_floats(num_rows, d);
     for (int64_t first = 0; first < num_rows; first += kGroupRows) {
@@ -174,7 +222,6 @@ FE_INLINE void walk(const AttentionInput& in, const AttentionTask& task, const A
       // A row that sees nothing of this chunk folds in zeros; a group that sees nothing has nothing to fold.
       if (counts[n - 1] > 0 || is_split) walk_rows(kernel, n, chunk, next, first, counts, counts[0] < visible, target);
     }
-    chunk = next;
   }
   if (!is_split) {
     finish(in, task, sums, out);

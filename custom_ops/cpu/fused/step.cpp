@@ -202,8 +202,7 @@ struct Step {
     const AttentionPlan& plan = w.plan;
     const AttentionInput in{cache(l), w.qkv, w.qkv_stride, w.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale * kLog2E,
                             plan.splits, w.arrived + l * plan.num_splits, w.partials, new_rows(m.layers[l])};
-    // A thread prefetches the beginning of the task after the one it has, which in its own part is its next.
-    for_tasks(me, plan.num_tasks, 1, [&](int64_t i, int64_t) { attention(in, plan.tasks[i], plan.tasks[min_i(i + 1, plan.num_tasks - 1)], scratch(me)); });
+    for_tasks(me, plan.num_tasks, 1, [&](int64_t i, int64_t) { attention(in, plan.tasks + i, plan.tasks + plan.num_tasks, scratch(me)); });
   }
 
   // x += the product.
