@@ -39,7 +39,7 @@ KERNEL_SOURCES = [
 # The fused step; its AVX-512 version needs the int8 dot product as well, and is chosen by its own check.
 FUSED_SOURCES = [
     CPU / "fused" / f"{name}.cpp"
-    for name in ("attention_float", "attention_int8", "gemm_float", "gemm_int", "kv_write", "quantize", "roofline", "step")
+    for name in ("attention_float", "attention_int8", "gemm_float", "gemm_int", "kv_write", "quantize", "roofline", "step", "workspace")
 ]
 FUSED_FLAGS = {"avx2": ["-mf16c"], "avx512": ["-mavx512vnni", "-mf16c"]}
 INSTRUCTION_SETS = {

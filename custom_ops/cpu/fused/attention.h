@@ -35,6 +35,7 @@ struct AttentionTask {
   int32_t first_chunk, last_chunk;
   int32_t split;  // the one this task is part of, or -1: it walks all chunks
   int32_t is_new;  // the sequence's one token is as QKV left it: see NewRows
+  int32_t first_row;  // of AttentionInput::out
 };
 
 // Tasks of the same queries that share the chunks: each leaves its chunks' results in `partials`, and the
@@ -59,7 +60,7 @@ struct AttentionInput {
   KvLayer cache;
   const float* qkv;  // [tokens][qkv_stride], query rows already rotated unless they are new
   int64_t qkv_stride;
-  float* out;  // [tokens][num_heads * head_dim]
+  float* out;  // [rows][num_heads * head_dim]
   int64_t num_heads;
   const int32_t* block_tables;
   int64_t max_blocks;

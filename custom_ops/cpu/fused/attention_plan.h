@@ -11,38 +11,57 @@ constexpr int64_t kTasksPerThread = 4;  // of about equal cost, at least, where 
 // Cost of a task: chunks times groups of rows.
 FE_INLINE int64_t cost_of(int64_t num_queries, int64_t heads, int64_t num_chunks) { return ceil_div(num_queries * heads, kGroupRows) * num_chunks; }
 
-// Calls visit(seq, first query, num_queries, num_chunks) for each run of queries that are walked together.
+// Whether the rows that sample are last tokens of their sequences, in order, and fewer than all rows: then the others can
+// be left out where nothing but what samples is wanted.
+FE_INLINE bool samples_end_sequences(const StepArgs& s) {
+  int64_t row = 0;
+  for (int64_t i = 0; i < s.num_seqs && row < s.num_samples; ++i) row += s.query_starts[i + 1] - 1 == s.sample_rows[row] ? 1 : 0;
+  return s.num_samples < s.num_tokens && row == s.num_samples;
+}
+
+// Calls visit(seq, first query, num_queries, num_chunks, row) for each run of queries that are walked together; `row` is the
+// first one's among all, or with `samples_only`, where there are no others, among those that sample.
 // The last queries of a prefill see the most keys: they come first, so that no thread ends with one.
 template <typename Visit>
-FE_INLINE void for_query_runs(const ModelShape& shape, const StepArgs& s, const Visit& visit) {
+FE_INLINE void for_query_runs(const ModelShape& shape, const StepArgs& s, bool samples_only, const Visit& visit) {
   const int64_t per_task = queries_per_task(shape.num_heads / shape.num_kv_heads);
-  for (int64_t i = 0; i < s.num_seqs; ++i) {
+  for (int64_t i = 0, row = 0; i < s.num_seqs; ++i) {
     const int64_t length = s.query_starts[i + 1] - s.query_starts[i], start = s.context_lens[i] - length;
+    if (samples_only) {
+      if (row == s.num_samples || s.sample_rows[row] != s.query_starts[i + 1] - 1) continue;
+      visit(i, length - 1, 1, ceil_div(start + length, kChunk), row++);
+      continue;
+    }
     for (int64_t t = ceil_div(length, per_task) - 1; t >= 0; --t) {
       const int64_t first = t * per_task, count = min_i(per_task, length - first);
-      visit(i, first, count, ceil_div(start + first + count, kChunk));
+      visit(i, first, count, ceil_div(start + first + count, kChunk), s.query_starts[i] + first);
     }
   }
 }
+
+// A token whose key is rotated, and stored with its value, before attention; and so are its queries if they attend.
+struct StoredToken {
+  int32_t token, attends;
+};
 
 // Where splits, tasks and partial results go, or with null pointers how many there are.
 struct AttentionPlan {
   AttentionTask* tasks;
   AttentionSplit* splits;
   int64_t num_tasks, num_splits, num_partials;
-  int32_t* not_new;  // [num_not_new]: tokens of sequences of several, which are rotated and stored before
-  int64_t num_not_new;
+  StoredToken* stored;  // [num_stored]: all but those that attention stores itself
+  int64_t num_stored;
 };
 
 // A run of queries is split over several tasks where it would hold up the other threads. That changes who
 // computes a chunk, and no result: see attention.h.
-FE_INLINE void plan_attention(const ModelShape& shape, const StepArgs& s, int num_threads, AttentionPlan* plan) {
+FE_INLINE void plan_attention(const ModelShape& shape, const StepArgs& s, int num_threads, bool samples_only, AttentionPlan* plan) {
   const int64_t kv_heads = shape.num_kv_heads, heads = shape.num_heads / kv_heads;
   int64_t total = 0;
-  for_query_runs(shape, s, [&](int64_t, int64_t, int64_t count, int64_t chunks) { total += kv_heads * cost_of(count, heads, chunks); });
+  for_query_runs(shape, s, samples_only, [&](int64_t, int64_t, int64_t count, int64_t chunks, int64_t) { total += kv_heads * cost_of(count, heads, chunks); });
   const int64_t share = max_i(1, total / (kTasksPerThread * num_threads));
   plan->num_tasks = plan->num_splits = plan->num_partials = 0;
-  for_query_runs(shape, s, [&](int64_t seq, int64_t first, int64_t count, int64_t chunks) {
+  for_query_runs(shape, s, samples_only, [&](int64_t seq, int64_t first, int64_t count, int64_t chunks, int64_t row) {
     const int64_t parts = num_threads == 1 ? 1 : min_i(chunks, ceil_div(2 * cost_of(count, heads, chunks), 3 * share));
     const bool is_new = s.query_starts[seq + 1] - s.query_starts[seq] == 1;
     const int64_t token = s.query_starts[seq] + first, position = s.context_lens[seq] - (s.query_starts[seq + 1] - s.query_starts[seq]) + first;
@@ -55,15 +74,18 @@ FE_INLINE void plan_attention(const ModelShape& shape, const StepArgs& s, int nu
       for (int64_t part = 0; part < parts; ++part, ++plan->num_tasks) {
         if (plan->tasks == nullptr) continue;
         plan->tasks[plan->num_tasks] = {static_cast<int32_t>(token), static_cast<int32_t>(count), static_cast<int32_t>(position), static_cast<int32_t>(head), static_cast<int32_t>(seq),
-                                        static_cast<int32_t>(part * chunks / parts), static_cast<int32_t>((part + 1) * chunks / parts), static_cast<int32_t>(split), is_new};
+                                        static_cast<int32_t>(part * chunks / parts), static_cast<int32_t>((part + 1) * chunks / parts), static_cast<int32_t>(split), is_new, static_cast<int32_t>(row)};
       }
     }
   });
-  plan->num_not_new = 0;
-  for (int64_t i = 0; i < s.num_seqs; ++i) {
-    const int32_t first = s.query_starts[i], last = s.query_starts[i + 1];
-    for (int32_t t = first; last - first > 1 && t < last; ++t, ++plan->num_not_new) {
-      if (plan->not_new != nullptr) plan->not_new[plan->num_not_new] = t;
+  plan->num_stored = 0;
+  for (int64_t i = 0, row = 0; i < s.num_seqs; ++i) {
+    const int32_t first = s.query_starts[i], last = s.query_starts[i + 1] - 1;
+    const bool samples = row < s.num_samples && s.sample_rows[row] == last;
+    row += samples ? 1 : 0;
+    if (first == last && (samples || !samples_only)) continue;
+    for (int32_t t = first; t <= last; ++t, ++plan->num_stored) {
+      if (plan->stored != nullptr) plan->stored[plan->num_stored] = {t, !samples_only || (samples && t == last)};
     }
   }
 }

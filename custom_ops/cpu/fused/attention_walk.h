@@ -158,7 +158,7 @@ FE_INLINE void walk_rows(Kernel& kernel, int64_t num_rows, const typename Kernel
 FE_INLINE void finish(const AttentionInput& in, const AttentionTask& task, const float* sums, const float* out) {
   const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads;
   for (int64_t r = 0; r < task.num_queries * heads; ++r) {
-    float* const target = in.out + (task.first_token + r / heads) * in.num_heads * d + (task.kv_head * heads + r % heads) * d;
+    float* const target = in.out + (task.first_row + r / heads) * in.num_heads * d + (task.kv_head * heads + r % heads) * d;
     const Vec inverse = vset(1.0f / sums[r]);
     for (int64_t i = 0; i < d; i += kLanes) vstore(target + i, vmul(vload(out + r * d + i), inverse));
   }

@@ -12,82 +12,9 @@ namespace fastengine {
 namespace FE_ISA {
 namespace {
 
-// Memory for the activations of one or two linears of equal input, which may differ in layout.
-Activations cut_activations(Cutter* cutter, const LinearView& w, const LinearView& other, int64_t num_rows) {
-  Activations a;
-  a.num_rows = num_rows;
-  a.padded_k = w.padded_k;
-  const bool any_quantized = w.layout != Layout::kFloat32 || other.layout != Layout::kFloat32;
-  const bool any_float = w.layout == Layout::kFloat32 || other.layout == Layout::kFloat32;
-  const int64_t quantized_rows = any_quantized ? num_rows : 0, num_blocks = w.padded_k / kBlockK;
-  a.values = cutter->take<int8_t>(quantized_rows * w.padded_k);
-  a.scales = cutter->take<float>(quantized_rows * num_blocks);
-  a.offsets = cutter->take<float>(quantized_rows * num_blocks);
-  a.sums = cutter->take<float>(quantized_rows * num_blocks);
-  a.starts = cutter->take<int32_t>(quantized_rows * num_blocks);
-  a.rows = cutter->take<float>(any_float ? num_rows * w.padded_k : 0);
-  a.quantized = false;
-  return a;
-}
-
 Activations shifted(const Activations& a, int64_t bytes) {
   const auto shift = [&](auto* p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<uint8_t*>(p) + bytes); };
   return {a.num_rows, a.padded_k, a.quantized, shift(a.values), shift(a.scales), shift(a.offsets), shift(a.sums), shift(a.starts), shift(a.rows)};
-}
-
-// The same memory in the form that one linear reads.
-Activations for_linear(const Activations& a, const LinearView& w) {
-  Activations out = a;
-  out.quantized = w.layout != Layout::kFloat32;
-  return out;
-}
-
-int64_t scratch_bytes(const ModelView& m) {
-  const int64_t bytes = attention_scratch_bytes(m.shape.head_dim, m.shape.rotary_dim) + 4 * m.shape.hidden + 64;
-  return ceil_div(bytes, 64) * 64 + 64;
-}
-
-Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* base) {
-  Cutter cutter(base);
-  const LayerView& layer = m.layers[0];
-  const int64_t t = s.num_tokens, r = max_i(1, s.num_samples);
-  Workspace w;
-  w.team = cutter.take<Team>(1);
-  const int64_t num_phases = m.shape.num_layers * kPhasesPerLayer + 8;
-  Phase* const phases = cutter.take<Phase>(num_phases);
-  Part* const parts = cutter.take<Part>(num_phases * num_threads);
-  if (base != nullptr) {
-    *w.team = {num_threads, phases, parts};
-    for (int64_t i = 0; i < num_phases; ++i) phases[i].done = 0, phases[i].sleeping = 0;
-    for (int64_t i = 0; i < num_phases * num_threads; ++i) parts[i].taken = 0;
-  }
-  w.qkv_stride = layer.qkv.num_panels * kPanel;
-  w.gated_stride = layer.gate_up.num_panels * kPanel / 2;
-  w.x = cutter.take<float>(t * m.shape.hidden);
-  w.qkv = cutter.take<float>(t * w.qkv_stride);
-  w.attended = cutter.take<float>(t * m.shape.num_heads * m.shape.head_dim);
-  w.gated = cutter.take<float>(t * w.gated_stride);
-  w.samples = cutter.take<float>(r * m.shape.hidden);
-  const int64_t before = cutter.used();
-  w.input = cut_activations(&cutter, layer.qkv, layer.gate_up, t);
-  w.context = cut_activations(&cutter, layer.output, layer.output, t);
-  w.copy_bytes = t <= kRowsCopied ? cutter.used() - before : 0;
-  cutter.take<uint8_t>(w.copy_bytes * (num_threads - 1));
-  w.product = cut_activations(&cutter, layer.down, layer.down, t);
-  w.last = cut_activations(&cutter, m.head, m.head, r);
-  w.plan = {};
-  plan_attention(m.shape, s, num_threads, &w.plan);
-  w.plan.tasks = cutter.take<AttentionTask>(w.plan.num_tasks);
-  w.plan.splits = cutter.take<AttentionSplit>(w.plan.num_splits);
-  w.plan.not_new = cutter.take<int32_t>(w.plan.num_not_new);
-  w.arrived = cutter.take<uint32_t>(w.plan.num_splits * m.shape.num_layers);
-  w.partials = cutter.take<float>(w.plan.num_partials);
-  w.scratch_bytes = scratch_bytes(m);
-  w.scratch = cutter.take<uint8_t>(num_threads * w.scratch_bytes);
-  w.best_values = cutter.take<float>(num_threads * r);
-  w.best_ids = cutter.take<int32_t>(num_threads * r);
-  w.num_bytes = cutter.used();
-  return w;
 }
 
 float half_value(const uint8_t* p) {
@@ -118,12 +45,14 @@ struct Step {
 
   void embed(Member& me) const {
     for_tasks(me, s.num_tokens, 4, [&](int64_t first, int64_t last) {
-      for (int64_t t = first; t < last; ++t) embedding_row(m.embedding, s.token_ids[t], w.x + t * m.shape.hidden);
+      for (int64_t t = first; t < last; ++t) embedding_row(m.embedding, s.token_ids[t], w.all.x + t * m.shape.hidden);
     });
   }
 
-  // w.input and w.context as this thread has them, for one linear.
-  Activations own(const Member& me, const Activations& a, const LinearView& linear) const { return for_linear(shifted(a, me.index * w.copy_bytes), linear); }
+  // The input or context of `rows` as this thread has them, for one linear.
+  Activations own(const Member& me, const RowSet& rows, const Activations& a, const LinearView& linear) const {
+    return for_linear(shifted(a, me.index * rows.copy_bytes), linear);
+  }
 
   void quantize_piece(const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out, int64_t tile, int64_t first_block, int64_t last_block) const {
     TileSource source{rows + tile * kTileRows * stride, stride, 0, k, weight, {}};
@@ -147,15 +76,44 @@ struct Step {
     });
   }
 
-  void project_qkv(Member& me, const LayerView& layer) const {
+  // Panels [first_panel, end_panel) of `rows`, which are those of `tokens`, or with null all.
+  void project_qkv(Member& me, const LinearView& whole, int64_t first_panel, int64_t end_panel, const RowSet& rows, const int32_t* tokens) const {
+    LinearView part = whole;
+    part.num_panels = end_panel - first_panel;
+    part.weights += first_panel * whole.panel_bytes;
+    if (whole.bias != nullptr) part.bias += first_panel * kPanel;
+    const auto target = [&](int64_t row, int64_t panel) { return w.qkv + (tokens != nullptr ? tokens[row] : row) * w.qkv_stride + (first_panel + panel) * kPanel; };
     const auto expect = [&](int64_t first, int64_t n, int64_t panel) {
-      for (int64_t r = 0; r < n; ++r) expect_write(w.qkv + (first + r) * w.qkv_stride + panel * kPanel);
+      for (int64_t r = 0; r < n; ++r) expect_write(target(first + r, panel));
     };
-    run_gemm<1>(me, layer.qkv, own(me, w.input, layer.qkv), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    run_gemm<1>(me, part, own(me, rows, rows.input, part), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       for (int64_t r = 0; r < n; ++r) {
-        for (int64_t v = 0; v < kPanel; v += kLanes) vstore(w.qkv + (first + r) * w.qkv_stride + panel * kPanel + v, vload(values[0] + r * kPanel + v));
+        float* const out = target(first + r, panel);
+        for (int64_t v = 0; v < kPanel; v += kLanes) vstore(out + v, vload(values[0] + r * kPanel + v));
       }
     });
+  }
+
+  void norm_and_quantize(Member& me, const RowSet& rows, const float* weight, const LinearView& linear) const {
+    quantize(me, rows.x, m.shape.hidden, m.shape.hidden, weight, own(me, rows, rows.input, linear), rows.copy_bytes != 0);
+  }
+
+  void project_qkv_of_all(Member& me, const LayerView& layer) const {
+    norm_and_quantize(me, w.all, layer.input_norm, layer.qkv);
+    project_qkv(me, layer.qkv, 0, layer.qkv.num_panels, w.all, nullptr);
+  }
+
+  // Keys and values of all rows, queries of those alone that go on from here.
+  void project_qkv_of_last(Member& me, const LayerView& layer) const {
+    const int64_t h = m.shape.hidden, first_panel = m.shape.num_heads * m.shape.head_dim / kPanel;
+    norm_and_quantize(me, w.all, layer.input_norm, layer.qkv);
+    project_qkv(me, layer.qkv, first_panel, layer.qkv.num_panels, w.all, nullptr);
+    if (w.last.num_rows == 0) return;
+    for_tasks(me, w.last.num_rows, 1, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) __builtin_memcpy(w.last.x + r * h, w.all.x + s.sample_rows[r] * h, static_cast<size_t>(h) * sizeof(float));
+    });
+    norm_and_quantize(me, w.last, layer.input_norm, layer.qkv);
+    project_qkv(me, layer.qkv, 0, first_panel, w.last, s.sample_rows);
   }
 
   KvLayer cache(int64_t l) const {
@@ -176,16 +134,16 @@ struct Step {
     return {m.cos_sin, p.rotary_dim, p.rope_interleaved != 0, layer.query_norm, layer.key_norm, p.rms_epsilon, s.positions, s.slot_mapping};
   }
 
-  void rotate_and_store(Member& me, const LayerView& layer, const KvLayer& c) const {
+  void rotate_and_store(Member& me, const LayerView& layer, const KvLayer& c, const AttentionPlan& plan) const {
     const ModelShape& p = m.shape;
     // Neighbours in a sequence share cache lines of the keys and values.
-    const int64_t grain = max_i(1, min_i(16, w.plan.num_not_new / (4 * me.team->num_threads)));
-    for_tasks(me, w.plan.num_not_new, grain, [&](int64_t first, int64_t last) {
+    const int64_t grain = max_i(1, min_i(16, plan.num_stored / (4 * me.team->num_threads)));
+    for_tasks(me, plan.num_stored, grain, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
-        const int64_t t = w.plan.not_new[i];
+        const int64_t t = plan.stored[i].token, first_head = plan.stored[i].attends != 0 ? 0 : p.num_heads;
         float* const row = w.qkv + t * w.qkv_stride;
         const Rotation rotation(m.cos_sin + s.positions[t] * p.rotary_dim, p.rotary_dim, p.rope_interleaved != 0, reinterpret_cast<float*>(scratch(me)));
-        for (int64_t h = 0; h < p.num_heads + p.num_kv_heads; ++h) {
+        for (int64_t h = first_head; h < p.num_heads + p.num_kv_heads; ++h) {
           float* const head = row + h * p.head_dim;
           const float* const norm = h < p.num_heads ? layer.query_norm : layer.key_norm;
           if (norm != nullptr) norm_row(head, norm, p.head_dim, p.rms_epsilon, head);
@@ -198,23 +156,23 @@ struct Step {
     });
   }
 
-  void attend(Member& me, int64_t l) const {
-    const AttentionPlan& plan = w.plan;
-    const AttentionInput in{cache(l), w.qkv, w.qkv_stride, w.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale * kLog2E,
-                            plan.splits, w.arrived + l * plan.num_splits, w.partials, new_rows(m.layers[l])};
+  void attend(Member& me, int64_t l, const RowSet& rows) const {
+    const AttentionPlan& plan = rows.plan;
+    const AttentionInput in{cache(l), w.qkv, w.qkv_stride, rows.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale * kLog2E,
+                            plan.splits, rows.arrived + l * plan.num_splits, rows.partials, new_rows(m.layers[l])};
     for_tasks(me, plan.num_tasks, 1, [&](int64_t i, int64_t) { attention(in, plan.tasks + i, plan.tasks + plan.num_tasks, scratch(me)); });
   }
 
   // x += the product.
-  void project_and_add(Member& me, const LinearView& linear, const Activations& a) const {
+  void project_and_add(Member& me, const LinearView& linear, const Activations& a, float* x) const {
     const int64_t h = m.shape.hidden;
     const auto expect = [&](int64_t first, int64_t n, int64_t panel) {
-      for (int64_t r = 0; r < n; ++r) expect_write(w.x + (first + r) * h + panel * kPanel);
+      for (int64_t r = 0; r < n; ++r) expect_write(x + (first + r) * h + panel * kPanel);
     };
     run_gemm<1>(me, linear, a, expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       for (int64_t r = 0; r < n; ++r) {
         for (int64_t v = 0; v < kPanel && panel * kPanel + v < h; v += kLanes) {
-          float* const target = w.x + (first + r) * h + panel * kPanel + v;
+          float* const target = x + (first + r) * h + panel * kPanel + v;
           const int64_t lanes = min_i(kLanes, h - panel * kPanel - v);
           vstore_n(target, vadd(vload_n(target, lanes), vload(values[0] + r * kPanel + v)), lanes);
         }
@@ -223,8 +181,8 @@ struct Step {
   }
 
   // Two panels hold the gates and ups of 32 features: one group of the next linear's activations.
-  void gate(Member& me, const LayerView& layer) const {
-    const Activations product = for_linear(w.product, layer.down);
+  void gate(Member& me, const LayerView& layer, const RowSet& rows) const {
+    const Activations product = for_linear(rows.product, layer.down);
     const bool at_once = product.quantized && layer.gate_up.num_panels * 16 == product.padded_k;
     const auto expect = [&](int64_t first, int64_t n, int64_t panel) {
       const auto* const values = reinterpret_cast<const float*>(product.values);
@@ -234,11 +192,11 @@ struct Step {
         for (int64_t line = 0; line < kTileRows / 4; ++line) expect_write(block + line * kPanel);
       }
     };
-    run_gemm<2>(me, layer.gate_up, own(me, w.input, layer.gate_up), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    run_gemm<2>(me, layer.gate_up, own(me, rows, rows.input, layer.gate_up), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       const int64_t num_panels = min_i(2, layer.gate_up.num_panels - panel);
       for (int64_t begin = 0; begin < n; begin += kTileRows) {
         alignas(64) float gated[kTileRows * 32];
-        float* const target = at_once ? gated : w.gated + (first + begin) * w.gated_stride + panel * 16;
+        float* const target = at_once ? gated : rows.gated + (first + begin) * w.gated_stride + panel * 16;
         const int64_t stride = at_once ? 32 : w.gated_stride;
         for (int64_t r = 0; r < min_i(kTileRows, n - begin); ++r) {
           for (int64_t p = 0; p < num_panels; ++p) {
@@ -250,19 +208,19 @@ struct Step {
         if (at_once) quantize_tile({gated, stride, block * kBlockK, product.padded_k, nullptr, {}}, (first + begin) / kTileRows, block, block + 1, product);
       }
     });
-    if (!at_once) quantize(me, w.gated, w.gated_stride, m.shape.intermediate, nullptr, product, false);
+    if (!at_once) quantize(me, rows.gated, w.gated_stride, m.shape.intermediate, nullptr, product, false);
   }
 
   void last_norm(Member& me) const {
     const int64_t h = m.shape.hidden;
-    const Activations last = for_linear(w.last, m.head);
+    const Activations last = for_linear(w.head, m.head);
     for_tasks(me, s.num_samples, 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         float* const row = w.samples + r * h;
         if (s.hidden_in != nullptr) {
           __builtin_memcpy(row, s.hidden_in + r * h, static_cast<size_t>(h) * sizeof(float));
         } else {
-          norm_row(w.x + s.sample_rows[r] * h, m.final_norm, h, m.shape.rms_epsilon, row);
+          norm_row(w.last.x + (w.last_is_apart ? r : s.sample_rows[r]) * h, m.final_norm, h, m.shape.rms_epsilon, row);
         }
         if (s.hidden_out != nullptr) __builtin_memcpy(s.hidden_out + r * h, row, static_cast<size_t>(h) * sizeof(float));
       }
@@ -275,7 +233,7 @@ struct Step {
     float* const best_values = w.best_values + me.index * rows;
     int32_t* const best_ids = w.best_ids + me.index * rows;
     const auto nothing = [](int64_t, int64_t, int64_t) {};
-    run_gemm<1>(me, m.head, for_linear(w.last, m.head), nothing, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    run_gemm<1>(me, m.head, for_linear(w.head, m.head), nothing, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       const int64_t columns = min_i(kPanel, vocab - panel * kPanel);
       for (int64_t r = 0; r < n; ++r) {
         const float* const row = values[0] + r * kPanel;
@@ -309,20 +267,21 @@ struct Step {
 
   void run_layers(Member& me) const {
     const int64_t width = m.shape.num_heads * m.shape.head_dim;
-    const bool copied = w.copy_bytes != 0;
     embed(me);
     for (int64_t l = 0; l < m.shape.num_layers; ++l) {
       const LayerView& layer = m.layers[l];
-      const KvLayer c = cache(l);
-      quantize(me, w.x, m.shape.hidden, m.shape.hidden, layer.input_norm, own(me, w.input, layer.qkv), copied);
-      project_qkv(me, layer);
-      if (w.plan.num_not_new > 0) rotate_and_store(me, layer, c);
-      attend(me, l);
-      quantize(me, w.attended, width, width, nullptr, own(me, w.context, layer.output), copied);
-      project_and_add(me, layer.output, own(me, w.context, layer.output));
-      quantize(me, w.x, m.shape.hidden, m.shape.hidden, layer.post_attention_norm, own(me, w.input, layer.gate_up), copied);
-      gate(me, layer);
-      project_and_add(me, layer.down, for_linear(w.product, layer.down));
+      const bool is_last = w.last_is_apart && l + 1 == m.shape.num_layers;
+      const RowSet& rows = is_last ? w.last : w.all;
+      is_last ? project_qkv_of_last(me, layer) : project_qkv_of_all(me, layer);
+      if (rows.plan.num_stored > 0) rotate_and_store(me, layer, cache(l), rows.plan);
+      if (rows.num_rows == 0) return;
+      attend(me, l, rows);
+      const Activations context = own(me, rows, rows.context, layer.output);
+      quantize(me, rows.attended, width, width, nullptr, context, rows.copy_bytes != 0);
+      project_and_add(me, layer.output, context, rows.x);
+      norm_and_quantize(me, rows, layer.post_attention_norm, layer.gate_up);
+      gate(me, layer, rows);
+      project_and_add(me, layer.down, for_linear(rows.product, layer.down), rows.x);
     }
   }
 };
@@ -359,8 +318,12 @@ int64_t step_bytes(const ModelView& model, const StepArgs& args, int num_threads
 
 void run_step(const ModelView& model, const StepArgs& args, void* memory, int num_threads) {
   Workspace workspace = cut(model, args, num_threads, static_cast<uint8_t*>(memory));
-  plan_attention(model.shape, args, num_threads, &workspace.plan);
-  for (int64_t i = 0; i < workspace.plan.num_splits * model.shape.num_layers; ++i) workspace.arrived[i] = 0;
+  const auto plan = [&](RowSet* rows, bool samples_only) {
+    plan_attention(model.shape, args, num_threads, samples_only, &rows->plan);
+    for (int64_t i = 0; i < rows->plan.num_splits * model.shape.num_layers; ++i) rows->arrived[i] = 0;
+  };
+  plan(&workspace.all, false);
+  if (workspace.last_is_apart) plan(&workspace.last, true);
   // Of every thread, whether or not it comes in time to do anything.
   for (int64_t i = 0; i < num_threads * args.num_samples; ++i) workspace.best_values[i] = -3.4e38f, workspace.best_ids[i] = 0x7fffffff;
   const Step step{model, args, workspace};

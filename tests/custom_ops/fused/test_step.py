@@ -68,6 +68,40 @@ def test_a_row_is_bit_identical_in_any_batch(isa: str, layout: Layout, kv_type: 
     model.fused.close()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize("sizes", [{}, {"num_heads": 3, "num_kv_heads": 1}, {"num_heads": 3, "num_kv_heads": 1, "head_dim": 16}])
+def test_rows_that_do_not_sample_may_stop_early_and_nothing_else_changes(isa: str, layout: Layout, kv_type: KvType, sizes: dict[str, int]) -> None:
+    """Chunks and decodes of which all, some or none sample; the last sizes have queries and keys in one panel of QKV."""
+    if layout == Layout.INT4 and sizes.get("head_dim") == 16:
+        pytest.skip("48 columns are no whole blocks of Q4_1")
+    model = TinyModel(layout, isa_argument(isa), bias=True, qk_norm=True, **sizes)
+    rng = np.random.default_rng(8)
+    whole, partly = TinyCache(kv_type, model.shape), TinyCache(kv_type, model.shape)
+    done = np.zeros(4, int)
+    for lengths, sampled in [
+        ((40, 1, 0, 7), (0, 2)),
+        ((1, 130, 0, 1), (0, 1)),
+        ((1, 1, 3, 33), ()),
+        ((1, 1, 1, 1), (0, 2, 3)),
+        ((2, 9, 1, 20), (0, 1, 2, 3)),
+    ]:
+        rows = [Row(rng.integers(0, 300, n), done[i], blocks_for(200, 20 * i)) for i, n in enumerate(lengths) if n]
+        ends = np.cumsum([len(row.tokens) for row in rows]) - 1
+        samples = ends[list(sampled)].astype(np.int32)
+        want, hidden = step(model.fused, whole, rows), np.empty((samples.size, model.shape.hidden), np.float32)
+        got = step(model.fused, partly, rows, sampling=samples, hidden_out=hidden)
+        np.testing.assert_array_equal(got, want[samples])
+        again = np.empty_like(got)
+        if samples.size:
+            model.fused.logits(hidden, again)
+        np.testing.assert_array_equal(again, got)
+        for one, other in zip(whole.pools + whole.scales, partly.pools + partly.scales, strict=True):
+            np.testing.assert_array_equal(one, other)
+        done += lengths
+    model.fused.close()
+
+
 @pytest.mark.parametrize(
     ("layout", "kind", "tolerance"),
     [

@@ -173,8 +173,16 @@ class TinyCache:
         self.block_size = block_size
 
 
-def step(model: FusedModel, cache: TinyCache, rows: list[Row], *, hidden_out: np.ndarray | None = None, check_tokens: bool = True) -> np.ndarray:
-    """Logits ``[T, vocab]`` of every token of the batch; also checks the argmax against them."""
+def step(
+    model: FusedModel,
+    cache: TinyCache,
+    rows: list[Row],
+    *,
+    sampling: np.ndarray | None = None,
+    hidden_out: np.ndarray | None = None,
+    check_tokens: bool = True,
+) -> np.ndarray:
+    """Logits ``[R, vocab]`` of the batch's tokens ``sampling`` (int32 ``[R]``; None: all); also checks the argmax against them."""
     tables = np.zeros((len(rows), max(len(r.blocks) for r in rows)), np.int32)
     slots, positions = [], []
     for i, row in enumerate(rows):
@@ -183,8 +191,8 @@ def step(model: FusedModel, cache: TinyCache, rows: list[Row], *, hidden_out: np
         positions.append(at)
         slots.append(tables[i, at // cache.block_size] * cache.block_size + at % cache.block_size)
     starts = np.cumsum([0, *(len(r.tokens) for r in rows)]).astype(np.int32)
-    total = int(starts[-1])
-    logits, tokens = np.empty((total, model.shape.vocab), np.float32), np.empty(total, np.int32)
+    samples = np.arange(starts[-1], dtype=np.int32) if sampling is None else sampling
+    logits, tokens = np.empty((samples.size, model.shape.vocab), np.float32), np.empty(samples.size, np.int32)
     model.step(
         np.concatenate([r.tokens for r in rows]).astype(np.int32),
         np.concatenate(positions).astype(np.int32),
@@ -192,7 +200,7 @@ def step(model: FusedModel, cache: TinyCache, rows: list[Row], *, hidden_out: np
         starts,
         np.array([r.start + len(r.tokens) for r in rows], np.int32),
         tables,
-        np.arange(total, dtype=np.int32),
+        samples,
         cache.fused,
         logits=logits,
         token_out=tokens,

@@ -1,0 +1,106 @@
+#include "workspace.h"
+
+namespace fastengine {
+namespace FE_ISA {
+namespace {
+
+constexpr int64_t kRowsCopied = 2;
+constexpr int64_t kPhasesPerLayer = 12;
+
+// Hands out aligned pieces; with base 0 it only measures.
+class Cutter {
+ public:
+  explicit Cutter(uint8_t* base) : base_(base) {}
+  template <typename T>
+  __attribute__((always_inline)) T* take(int64_t count) {
+    T* const out = reinterpret_cast<T*>(base_ + used_);
+    used_ += ceil_div(count * static_cast<int64_t>(sizeof(T)), 64) * 64 + 64;
+    return out;
+  }
+  __attribute__((always_inline)) int64_t used() const { return used_; }
+
+ private:
+  uint8_t* base_;
+  int64_t used_ = 0;
+};
+
+// Memory for the activations of one or two linears of equal input, which may differ in layout.
+Activations cut_activations(Cutter* cutter, const LinearView& w, const LinearView& other, int64_t num_rows) {
+  Activations a;
+  a.num_rows = num_rows;
+  a.padded_k = w.padded_k;
+  const bool any_quantized = w.layout != Layout::kFloat32 || other.layout != Layout::kFloat32;
+  const bool any_float = w.layout == Layout::kFloat32 || other.layout == Layout::kFloat32;
+  const int64_t quantized_rows = any_quantized ? num_rows : 0, num_blocks = w.padded_k / kBlockK;
+  a.values = cutter->take<int8_t>(quantized_rows * w.padded_k);
+  a.scales = cutter->take<float>(quantized_rows * num_blocks);
+  a.offsets = cutter->take<float>(quantized_rows * num_blocks);
+  a.sums = cutter->take<float>(quantized_rows * num_blocks);
+  a.starts = cutter->take<int32_t>(quantized_rows * num_blocks);
+  a.rows = cutter->take<float>(any_float ? num_rows * w.padded_k : 0);
+  a.quantized = false;
+  return a;
+}
+
+RowSet cut_rows(Cutter* cutter, const ModelView& m, const StepArgs& s, int num_threads, int64_t gated_stride, bool samples_only) {
+  const LayerView& layer = m.layers[0];
+  RowSet rows;
+  const int64_t n = rows.num_rows = samples_only ? s.num_samples : s.num_tokens;
+  rows.x = cutter->take<float>(n * m.shape.hidden);
+  rows.attended = cutter->take<float>(n * m.shape.num_heads * m.shape.head_dim);
+  rows.gated = cutter->take<float>(n * gated_stride);
+  const int64_t before = cutter->used();
+  rows.input = cut_activations(cutter, layer.qkv, layer.gate_up, n);
+  rows.context = cut_activations(cutter, layer.output, layer.output, n);
+  rows.copy_bytes = n <= kRowsCopied ? cutter->used() - before : 0;
+  cutter->take<uint8_t>(rows.copy_bytes * (num_threads - 1));
+  rows.product = cut_activations(cutter, layer.down, layer.down, n);
+  rows.plan = {};
+  plan_attention(m.shape, s, num_threads, samples_only, &rows.plan);
+  rows.plan.tasks = cutter->take<AttentionTask>(rows.plan.num_tasks);
+  rows.plan.splits = cutter->take<AttentionSplit>(rows.plan.num_splits);
+  rows.plan.stored = cutter->take<StoredToken>(rows.plan.num_stored);
+  rows.arrived = cutter->take<uint32_t>(rows.plan.num_splits * m.shape.num_layers);
+  rows.partials = cutter->take<float>(rows.plan.num_partials);
+  return rows;
+}
+
+int64_t scratch_bytes(const ModelView& m) {
+  const int64_t bytes = attention_scratch_bytes(m.shape.head_dim, m.shape.rotary_dim) + 4 * m.shape.hidden + 64;
+  return ceil_div(bytes, 64) * 64 + 64;
+}
+
+}  // namespace
+
+Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* base) {
+  Cutter cutter(base);
+  const LayerView& layer = m.layers[0];
+  const int64_t r = max_i(1, s.num_samples);
+  Workspace w;
+  w.team = cutter.take<Team>(1);
+  const int64_t num_phases = m.shape.num_layers * kPhasesPerLayer + 8;
+  Phase* const phases = cutter.take<Phase>(num_phases);
+  Part* const parts = cutter.take<Part>(num_phases * num_threads);
+  if (base != nullptr) {
+    *w.team = {num_threads, phases, parts};
+    for (int64_t i = 0; i < num_phases; ++i) phases[i].done = 0, phases[i].sleeping = 0;
+    for (int64_t i = 0; i < num_phases * num_threads; ++i) parts[i].taken = 0;
+  }
+  w.qkv_stride = layer.qkv.num_panels * kPanel;
+  w.gated_stride = layer.gate_up.num_panels * kPanel / 2;
+  w.qkv = cutter.take<float>(s.num_tokens * w.qkv_stride);
+  w.all = cut_rows(&cutter, m, s, num_threads, w.gated_stride, false);
+  w.last_is_apart = samples_end_sequences(s);
+  w.last = w.last_is_apart ? cut_rows(&cutter, m, s, num_threads, w.gated_stride, true) : w.all;
+  w.samples = cutter.take<float>(r * m.shape.hidden);
+  w.head = cut_activations(&cutter, m.head, m.head, r);
+  w.scratch_bytes = scratch_bytes(m);
+  w.scratch = cutter.take<uint8_t>(num_threads * w.scratch_bytes);
+  w.best_values = cutter.take<float>(num_threads * r);
+  w.best_ids = cutter.take<int32_t>(num_threads * r);
+  w.num_bytes = cutter.used();
+  return w;
+}
+
+}  // namespace FE_ISA
+}  // namespace fastengine
