@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from fastengine.entrypoints.json_values import unusable_value
 from fastengine.entrypoints.unknown_fields import nested_unknown_fields
 from fastengine.frontend.errors import ApiError, ClientDisconnected, bad_request
 
@@ -21,6 +22,7 @@ _PRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 MAX_FIELDS_NAMED = 20
 EXACT_FLOAT = 2**53
 MAX_NAME_LENGTH = 64
+MAX_PATH_LENGTH = 256
 
 
 @dataclass
@@ -38,6 +40,11 @@ class Parsed(Generic[T]):
 
 def printable(name: str) -> str:
     return _PRINTABLE.sub("?", name[:MAX_NAME_LENGTH])
+
+
+def printable_path(path: str) -> str | None:
+    """``path`` with what a reply can hold of a caller's own names; None for that of the body itself."""
+    return _PRINTABLE.sub("?", path[:MAX_PATH_LENGTH]) or None
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -72,6 +79,9 @@ def decode_object(body: bytes, *, empty_is: dict[str, Any] | None = None) -> dic
     except RecursionError:
         raise bad_request(None, "the request body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        named = unusable_value(body)
+        if named is not None:
+            raise bad_request(printable_path(named[0]), named[1]) from None
         raise bad_request(None, f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise bad_request(None, f"the request body must be a JSON object, not {_json_type(value)}")

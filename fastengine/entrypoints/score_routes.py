@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fastengine.entrypoints.arrival import Arrival, arrived
-from fastengine.entrypoints.openai.generation import check_length, generate, now_s
+from fastengine.entrypoints.openai.generation import check_length, generate, item_names, now_s
 from fastengine.entrypoints.openai.refused_fields import Refused, refused_by
 from fastengine.entrypoints.responses import JsonReply, interrupted_by_disconnect
 from fastengine.entrypoints.score_types import (
@@ -58,6 +58,14 @@ REFUSED_BY_SCORE, REFUSED_BY_RERANK = refused_by(ScoreBody, OTHERS), refused_by(
 
 
 @dataclass(frozen=True)
+class Text:
+    """A query or a document, and what the caller calls it."""
+
+    param: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Pair:
     """A document with the query behind it: the last ``num_query`` tokens."""
 
@@ -81,9 +89,10 @@ class ScoreRoutes:
         queries = _texts("text_1", body.text_1, "queries", body.queries)
         documents = _texts("text_2", body.text_2, "documents", body.documents)
         if len(queries) not in (1, len(documents)):
-            raise bad_request("text_1", f"{len(queries)} queries for {len(documents)} documents: send one, or as many as documents")
+            param = "text_1" if body.text_1 is not None else "queries"
+            raise bad_request(param, f"{len(queries)} queries for {len(documents)} documents: send one, or as many as documents")
         queries *= len(documents) // len(queries)
-        scores = await self._scores(request, new, queries, documents, "text_1", "text_2")
+        scores = await self._scores(request, new, queries, documents)
         reply = ScoreReply(
             id=new.request_id,
             created=now_s(),
@@ -96,25 +105,26 @@ class ScoreRoutes:
     async def rerank(self, request: Request) -> Response:
         new = await arrived(self._front, request, RerankBody, REFUSED_BY_RERANK, "rerank")
         body = new.body
-        documents = [document if isinstance(document, str) else document.text for document in body.documents]
-        scores = await self._scores(request, new, [body.query] * len(documents), documents, "query", "documents")
+        documents = [
+            Text(name, document) if isinstance(document, str) else Text(f"{name}.text", document.text)
+            for name, document in zip(item_names("documents", body.documents), body.documents, strict=True)
+        ]
+        scores = await self._scores(request, new, [Text("query", body.query)] * len(documents), documents)
         results = [RerankResult(index=i, relevance_score=value) for i, value in enumerate(scores.values)]
         results.sort(key=lambda result: -result.relevance_score)
         del results[body.top_n or len(results) :]
         if body.return_documents is not False:
             for result in results:
-                result.document = Document(text=documents[result.index])
+                result.document = Document(text=documents[result.index].text)
         usage = ScoreUsage(prompt_tokens=scores.num_prompt_tokens, total_tokens=scores.num_prompt_tokens)
         reply = RerankReply(id=new.request_id, model=new.model, results=results, usage=usage)
         return JsonReply(reply, headers=new.headers)
 
-    async def _scores(
-        self, request: Request, new: Arrival[Any], queries: Sequence[str], documents: Sequence[str], query_param: str, param: str
-    ) -> Scores:
+    async def _scores(self, request: Request, new: Arrival[Any], queries: Sequence[Text], documents: Sequence[Text]) -> Scores:
         text = await self._front.text.ready()
         if not text.has_logits:
-            raise bad_request(param, "the null model has no log-probabilities")
-        pairs = await self._pairs(queries, documents, query_param, param, text)
+            raise bad_request(documents[0].param, "the null model has no log-probabilities")
+        pairs = await self._pairs(queries, documents, text)
         sequences = [SequenceInput(pack_token_ids(pair.token_ids), SAMPLING) for pair in pairs]
         stream = generate(self._front.manager, new.request_id, sequences, new.body)
         scores = Scores([0.0] * len(pairs), sum(len(pair.token_ids) for pair in pairs))
@@ -129,20 +139,24 @@ class ScoreRoutes:
                         raise ApiError(503, "the request was aborted", retry_after_s=1.0)
         return scores
 
-    async def _pairs(self, queries: Sequence[str], documents: Sequence[str], query_param: str, param: str, text: ModelText) -> list[Pair]:
+    async def _pairs(self, queries: Sequence[Text], documents: Sequence[Text], text: ModelText) -> list[Pair]:
         service = self._front.text
-        # Tokenized apart, so that a query is the same tokens whatever stands before it.
+        for query in queries:
+            if not query.text.strip():
+                raise bad_request(query.param, "the text is empty")
+        # Tokenized apart, so that a query is the same tokens whatever stands before it; once, where one is asked of all.
         distinct = list(dict.fromkeys(queries))
-        encoded_queries = await asyncio.gather(*(service.encode(" " + query.strip(), "plain", param=query_param) for query in distinct))
+        encoded_queries = await asyncio.gather(*(service.encode(" " + query.text.strip(), "plain", param=query.param) for query in distinct))
         query_ids = {query: encoded.token_ids for query, encoded in zip(distinct, encoded_queries, strict=True)}
-        if not all(query.strip() for query in distinct):
-            raise bad_request(query_param, "the text is empty")
-        texts = [BEFORE_DOCUMENT + document + BEFORE_QUERY for document in documents]
-        encoded_documents = await asyncio.gather(*(service.encode(row, "special", param=f"{param}[{i}]") for i, row in enumerate(texts)))
+        for query, token_ids in query_ids.items():
+            check_length(query.param, len(token_ids), 0, text.max_model_len)
+        encoded_documents = await asyncio.gather(
+            *(service.encode(BEFORE_DOCUMENT + document.text + BEFORE_QUERY, "special", param=document.param) for document in documents)
+        )
         pairs = []
-        for i, (query, encoded) in enumerate(zip(queries, encoded_documents, strict=True)):
+        for query, document, encoded in zip(queries, documents, encoded_documents, strict=True):
             token_ids = encoded.token_ids + query_ids[query]
-            check_length(f"{param}[{i}]", len(token_ids), 0, text.max_model_len)
+            check_length(document.param, len(token_ids), 0, text.max_model_len)
             pairs.append(Pair(token_ids, len(query_ids[query])))
         return pairs
 
@@ -153,10 +167,11 @@ def likelihood(prompt_logprobs: Sequence[TopLogprobs | None], num_last: int) -> 
     return math.exp(sum(entry.logprob for entry in entries if entry is not None) / num_last)
 
 
-def _texts(name: str, given: str | list[str] | None, other_name: str, other: str | list[str] | None) -> list[str]:
+def _texts(name: str, given: str | list[str] | None, other_name: str, other: str | list[str] | None) -> list[Text]:
     if given is not None and other is not None:
         raise bad_request(other_name, f"is another name of {name}: send one of them")
-    chosen = given if given is not None else other
+    param, chosen = (name, given) if given is not None else (other_name, other)
     if chosen is None:
         raise bad_request(name, "this field is required")
-    return [chosen] if isinstance(chosen, str) else list(chosen)
+    texts = [chosen] if isinstance(chosen, str) else chosen
+    return [Text(*named) for named in zip(item_names(param, chosen), texts, strict=True)]

@@ -9,9 +9,10 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 
 from fastengine.entrypoints.arrival import checked_body
+from fastengine.entrypoints.openai.chat_job import checked_tools
 from fastengine.entrypoints.openai.chat_prompt import chat_prompt
 from fastengine.entrypoints.openai.generation import check_model, check_prompt_ids
-from fastengine.entrypoints.openai.refused_fields import Refused
+from fastengine.entrypoints.openai.refused_fields import NEUTRAL, Refused
 from fastengine.entrypoints.openai.request_types import ChatCompletionRequest, ChatMessage, ReasoningEffort, TokenId
 from fastengine.entrypoints.responses import JsonReply
 from fastengine.frontend.errors import bad_request
@@ -21,6 +22,16 @@ from fastengine.text.tokenizer import TokenizerError
 
 # A chat's prompt is always tokenized as the chat endpoint does it.
 REFUSED: Refused = {"mm_processor_kwargs": ({},)}
+OF_A_CHAT = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "enable_thinking",
+    "reasoning_effort",
+    "tools",
+)
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -76,9 +87,12 @@ class TokenizeRoutes:
         return JsonReply(reply, headers=parsed.warning_headers())
 
     async def _token_ids(self, body: TokenizeBody, text: ModelText) -> list[int]:
-        if (body.prompt is None) == (body.messages is None):
+        if body.prompt is None and body.messages is None:
             raise bad_request("prompt", "send either prompt or messages")
         if body.prompt is not None:
+            for name in OF_A_CHAT:
+                if getattr(body, name) not in (None, *NEUTRAL.get(name, ())):
+                    raise bad_request(name, "belongs to messages, and prompt was sent")
             kind: PromptKind = "plain" if body.add_special_tokens is False else "special"
             return (await self._front.text.encode(body.prompt, kind, param="prompt", must_fit=False)).token_ids
         if body.add_special_tokens:
@@ -93,6 +107,7 @@ class TokenizeRoutes:
             reasoning_effort=body.reasoning_effort,
             tools=body.tools,
         )
+        checked_tools(chat)
         _, prompt = await chat_prompt(self._front.text, text, chat, with_tools=True)
         return list(prompt.token_ids)
 

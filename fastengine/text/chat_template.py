@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from fastengine.config import ModelConfig
 from fastengine.text.hf_tokenizer import read_template
@@ -24,10 +26,19 @@ END_MARK = "\x02end of the last message\x03"
 PROBE = "probe7f3a"
 
 Message = Mapping[str, Any]
+RolePlace = Literal["shown", "lost", "refused"]
+
+
+BASIC_ROLES = frozenset({"system", "user", "assistant", "tool"})
+MAX_KNOWN_ROLES = 64
 
 
 class ChatTemplateError(ValueError):
-    """The messages can't be made into a prompt: the template is unusable, or refuses them."""
+    """The messages can't be made into a prompt: the template is unusable, or refuses them. ``field`` is that of a chat's request, if it is one."""
+
+    def __init__(self, message: str, *, field: str | None = None):
+        super().__init__(message)
+        self.field = field
 
 
 class ChatTemplateOverLimit(ChatTemplateError):
@@ -51,6 +62,8 @@ class ChatTemplate:
         # Whether content may stay a list of parts, and whether it may be a plain string.
         self._takes_parts = not isolated and self._shows([{"type": "text", "text": PROBE}])
         self._takes_strings = isolated or not self._takes_parts or self._shows(PROBE)
+        # What becomes of messages of roles that not every template knows.
+        self._places: dict[str, RolePlace] = {}
 
     def render(
         self,
@@ -73,7 +86,7 @@ class ChatTemplate:
         shaped = [self._shaped(index, message) for index, message in enumerate(messages)]
         if continue_final_message:
             if not shaped:
-                raise ChatTemplateError("continue_final_message needs a message to continue")
+                raise ChatTemplateError("it needs a message to continue", field="continue_final_message")
             shaped[-1] = _marked(shaped[-1])
         variables = {**kwargs, **self._special_tokens, "messages": shaped, "tools": _tools(tools), "documents": documents}
         variables["add_generation_prompt"] = add_generation_prompt
@@ -82,7 +95,8 @@ class ChatTemplate:
             return text
         end = text.rfind(END_MARK)
         if end < 0:
-            raise ChatTemplateError("continue_final_message: the chat template does not show the last message's content as it is")
+            message = "the chat template does not show the last message's content as it is"
+            raise ChatTemplateError(message, field="continue_final_message")
         return text[:end]
 
     def _rendered(self, variables: dict[str, Any]) -> str:
@@ -93,6 +107,9 @@ class ChatTemplate:
     def _shaped(self, index: int, message: Message) -> dict[str, Any]:
         """A copy of the message with its content and tool calls as templates expect them."""
         shaped = dict(message)
+        role = message.get("role")
+        if isinstance(role, str) and role not in BASIC_ROLES and not self._isolated:
+            shaped["role"] = self._known_role(role, f"messages[{index}].role")
         content = message.get("content")
         if isinstance(content, list):
             if not self._takes_parts:
@@ -104,10 +121,34 @@ class ChatTemplate:
             # Templates tell a pure tool call by its content being none.
             shaped["content"] = None if message.get("tool_calls") else ""
         else:
-            raise ChatTemplateError(f"messages[{index}].content must be a string or a list of parts, not {type(content).__name__}")
+            raise ChatTemplateError(f"must be a string or a list of parts, not {type(content).__name__}", field=f"messages[{index}].content")
         if message.get("tool_calls"):
-            shaped["tool_calls"] = [_with_parsed_arguments(index, call) for call in message["tool_calls"]]
+            calls = message["tool_calls"]
+            shaped["tool_calls"] = [_with_parsed_arguments(call, f"messages[{index}].tool_calls[{i}]") for i, call in enumerate(calls)]
         return shaped
+
+    def _known_role(self, role: str, field: str) -> str:
+        """What the template calls ``role``. Many leave messages of roles that they don't know out without a word: that is an error."""
+        place = self._places.get(role)
+        if place is None:
+            if len(self._places) >= MAX_KNOWN_ROLES:
+                self._places.clear()
+            place = self._places[role] = self._place_of(role)
+        if role == "developer" and place != "shown":
+            return "system"  # OpenAI's newer name of it
+        if place == "lost":
+            raise ChatTemplateError(f"the model's chat template has no place for the role {role!r}", field=field)
+        return role  # one that the template refuses is refused in its own words
+
+    def _place_of(self, role: str) -> RolePlace:
+        content: Any = PROBE if self._takes_strings else [{"type": "text", "text": PROBE}]
+        question: Any = "a" if self._takes_strings else [{"type": "text", "text": "a"}]
+        messages = [{"role": "user", "content": question}, {"role": role, "content": content}]
+        variables = {**self._special_tokens, "messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return "shown" if PROBE in self._rendered(variables) else "lost"
+        except ChatTemplateError:
+            return "refused"
 
     def _shows(self, content: Any) -> bool:
         """Whether a user message with this content is rendered as its text, not refused or printed as a Python object."""
@@ -152,7 +193,10 @@ def _render_in_child(source: str, variables: dict[str, Any]) -> str:
         raise ChatTemplateOverLimit(f"chat template: rendering took longer than {CHILD_TIMEOUT_S:.0f} s") from error
     if child.returncode != 0:
         raise ChatTemplateOverLimit("chat template: rendering went over the limit on processor time or memory for templates in a request")
-    answer = json.loads(child.stdout)
+    try:
+        answer = msgspec.json.decode(child.stdout)
+    except msgspec.DecodeError:
+        raise ChatTemplateError("chat template: it writes half of a surrogate pair, which is no character") from None
     if "error" in answer:
         raise ChatTemplateError(f"chat template: {answer['error']}")
     return str(answer["text"])
@@ -163,20 +207,23 @@ def _joined_text(index: int, parts: Sequence[Any]) -> str:
     for position, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise ChatTemplateError(f"messages[{index}].content[{position}]: this model takes text parts only, got {kind or type(part).__name__}")
+            message = f"this model takes text parts only, got {kind or type(part).__name__}"
+            raise ChatTemplateError(message, field=f"messages[{index}].content[{position}]")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _with_parsed_arguments(index: int, call: Any) -> Any:
+def _with_parsed_arguments(call: Any, where: str) -> Any:
     """Clients send a call's arguments as JSON text; templates print them as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
-        raise ChatTemplateError(f"messages[{index}].tool_calls: the arguments of {function.get('name')!r} are not JSON ({error})") from error
+        # Unlike Python's own, it takes no halves of surrogate pairs, which no tokenizer could.
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        message = f"the arguments of {function.get('name')!r} are not JSON ({error})"
+        raise ChatTemplateError(message, field=f"{where}.function.arguments") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -185,7 +232,7 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         last = content[-1] if content else None
         if not isinstance(last, Mapping) or not isinstance(last.get("text"), str):
-            raise ChatTemplateError("continue_final_message: the last message must end in text")
+            raise ChatTemplateError("the last message must end in text", field="continue_final_message")
         return {**message, "content": [*content[:-1], {**last, "text": last["text"] + END_MARK}]}
     return {**message, "content": (content or "") + END_MARK}
 

@@ -130,7 +130,8 @@ def test_a_call_behind_the_reasoning(thinker: Thinker) -> None:
 def test_messages_and_responses_tell_it_apart_too(thinker: Thinker) -> None:
     hi = [{"role": "user", "content": "hi"}]
     with httpx.Client(base_url=thinker.url, timeout=60) as client:
-        message = client.post("/v1/messages", json={"messages": hi, "max_tokens": 12, "thinking": {"type": "enabled", "budget_tokens": 5}}).json()
+        # Anthropic's least budget is 1024 tokens: more than this test has.
+        message = client.post("/v1/messages", json={"messages": hi, "max_tokens": 12}).json()
         assert message["content"][0]["type"] == ("thinking" if thinker.bias == A else "text")
         fields = {"reasoning": {"max_tokens": 5}, "max_output_tokens": 12, "temperature": 0}
         response = client.post("/v1/responses", json={"input": "hi", **fields}).json()

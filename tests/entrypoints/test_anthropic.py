@@ -14,6 +14,8 @@ from tests.entrypoints.bodies import HI
 from tests.entrypoints.talk import ANSWER, CALL, prompt_of, text_with_parsers
 from tests.frontend.harness import EOS, ApiServer, say
 
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "cold"}
+CALLED: dict[str, Any] = {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "weather", "input": {}}]}
 PROMPT = "user:hi\nassistant:"
 TOOLS = [{"name": "weather", "description": "d", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]
 
@@ -162,7 +164,20 @@ def test_count_tokens(api):
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 50}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1023}, "max_tokens": 2000}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1024}, "thinking.budget_tokens"),
+        # The tokenizer's marker isn't one token.
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1025}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        ({"messages": [{"role": "zz", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0].tool_use_id"),
+        ({"messages": [*HI, CALLED, {"role": "user", "content": [RESULT, {**RESULT, "tool_use_id": "t2"}]}]}, "messages[2].content[1].tool_use_id"),
+        ({"messages": [*HI, CALLED, {"role": "user", "content": [RESULT, RESULT]}]}, "messages[2].content[1].tool_use_id"),
+        ({"messages": [*HI, CALLED, *HI, CALLED, {"role": "user", "content": [RESULT]}]}, "messages[1].content[0]"),
+        ({"messages": [*HI, CALLED, *HI]}, "messages[1].content[0]"),
+        ({"messages": [*HI, {"role": "assistant", "content": CALLED["content"] * 2}]}, "messages[1].content[1].id"),
+        ({"max_tokens": 10**6}, "max_tokens"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"temperature": -1}, "temperature"),
     ],

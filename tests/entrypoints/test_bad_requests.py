@@ -32,6 +32,10 @@ def refused(api: Any, path: str, body: Any, field: str | None, status: int = 400
     return error
 
 
+def called(call: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -107,6 +111,15 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"n": 2, "best_of": 1}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"best_of": 129}, "best_of"),
+    ({"stop": ["a", "\ud800"]}, "stop[1]"),
+    ({"guided_regex": "\ud800"}, "guided_regex"),
+    ({"guided_choice": ["\ud800"]}, "guided_choice[0]"),
+    ({"guided_json": {"enum": ["\ud800"]}}, "guided_json.enum[0]"),
+    ({"guided_json": '{"enum": ["\\ud800"]}'}, "guided_json"),
+    ({"user": "\ud800"}, "user"),
+    ({"request_id": "\ud800"}, "request_id"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"logit_bias": {"5": float("inf")}}, "logit_bias.5"),
 ]
 CHAT_CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -120,6 +133,28 @@ CHAT_CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [*HI, {"role": "tool", "content": "a"}]}, "messages[1].tool_call_id"),
+    ({"messages": [*HI, {"role": "assistant"}]}, "messages[1].content"),
+    ({"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": []}]}, "messages[1].content"),
+    ({"messages": [*HI, called({})]}, "messages[1].tool_calls[0].function"),
+    ({"messages": [*HI, called({"function": {"arguments": "{}"}})]}, "messages[1].tool_calls[0].function.name"),
+    ({"messages": [*HI, called({"function": {"name": "f", "arguments": 5}})]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [*HI, called({"function": {"name": "f", "arguments": "{"}})]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [*HI, called({"function": {"name": "f", "arguments": '"\\ud800"'}})]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [*HI, called({"type": "custom", "custom": {"name": "f"}})]}, "messages[1].tool_calls[0].type"),
+    ({"messages": [*HI, called({"id": 5, "function": {"name": "f"}})]}, "messages[1].tool_calls[0].id"),
+    ({"messages": [*HI, {"role": "assistant", "content": None, "function_call": {"name": "f"}}]}, "messages[1].function_call"),
+    ({"messages": [*HI, {"role": "user", "content": "a\ud800"}]}, "messages[1].content"),
+    ({"messages": [*HI, {"role": "user", "content": [{"type": "text", "text": "\udc00"}]}]}, "messages[1].content[0].text"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]}, "tools[0].function.description"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": 5}}], "tool_choice": "none"}, "tools[0].function.description"),
+    ({"chat_template": ""}, "chat_template"),
+    ({"chat_template": "{{ '' }}"}, "chat_template"),
+    ({"chat_template": "{{ '\\ud800' }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"a": {"b": ["\ud800"]}}}, "chat_template_kwargs.a.b[0]"),
+    ({"continue_final_message": True, "messages": [{"role": "assistant", "content": "a"}], "chat_template": "x"}, "continue_final_message"),
+    ({"max_tokens": 10**6}, "max_tokens"),
+    ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"prompt_token_ids": [[1]]}, "prompt_token_ids"),
@@ -167,6 +202,11 @@ COMPLETION_CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 21}, "logprobs"),
     ({"suffix": "x"}, "suffix"),
     ({"prompt": ["x"] * 33, "n": 1, "best_of": 128}, "prompt"),
+    ({"prompt": ["x", "y" * 5000]}, "prompt[1]"),
+    ({"prompt": ["x", ""]}, "prompt[1]"),
+    ({"prompt": [[1], [999]]}, "prompt[1]"),
+    ({"prompt": ["x", "\ud800"]}, "prompt[1]"),
+    ({"max_tokens": 10**6}, "max_tokens"),
 ]
 
 
@@ -200,10 +240,13 @@ def test_too_long_prompts_name_the_numbers(api):
     assert "200000" in error["message"]
     assert "4096" in error["message"]
     assert error["code"] == "context_length_exceeded"
-    error = refused(api, COMPLETIONS, {"prompt": [5] * 4090, "max_tokens": 7}, "prompt")
+    error = refused(api, COMPLETIONS, {"prompt": [5] * 4090, "max_tokens": 7}, "max_tokens")
     assert "4090" in error["message"]
     assert "4097" in error["message"]
     assert api.http.post(COMPLETIONS, json={"prompt": [5] * 4090, "max_tokens": 6}).status_code == 200
+    # OpenAI's default is no limit of the caller's.
+    reply = api.http.post(COMPLETIONS, json={"prompt": [5] * 4090}).json()
+    assert (reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]) == (6, "length")
 
 
 def test_unknown_model(api):

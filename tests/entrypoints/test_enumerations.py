@@ -38,7 +38,7 @@ BODIES: list[type[msgspec.Struct]] = [
 ]
 # Texts of the caller's own: what is in them is not ours to say.
 FREE = """model user safety_identifier prompt_cache_key cache_salt extra_key request_id rid previous_response_id id name call_id tool_call_id tool_use_id
-content text thinking signature data description arguments output reasoning_content title query documents queries text_1 text_2 input prompt
+content text thinking signature data description arguments output reasoning_content refusal title query documents queries text_1 text_2 input prompt
 instructions system stop stop_sequences bad_words triggers model_path version weight_version verify_checksum path output_dir req_ids"""
 # Texts in a language of their own, compiled before anything is run.
 COMPILED = "guided_json guided_regex guided_choice guided_grammar structural_tag json regex choice grammar json_schema ebnf chat_template"

@@ -272,7 +272,7 @@ def test_the_store_is_bounded(start_server):
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "nobody", "content": "a"}]}, "input[0].role"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 10**6}, "input"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "wat"}}}}, "text.format.schema"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

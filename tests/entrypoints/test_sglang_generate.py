@@ -124,7 +124,7 @@ def test_a_batch_streams_with_indices(api):
     ("body", "field"),
     [
         ({}, "text"),
-        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": "a", "input_ids": [1]}, "input_ids"),
         ({"text": ""}, "text"),
         ({"text": []}, "text"),
         ({"input_ids": [[1], 2]}, "input_ids"),

@@ -46,7 +46,10 @@ def test_special_tokens_are_shown_unless_told_otherwise(api):
     ("path", "body", "field"),
     [
         ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": HI}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": HI}, "messages"),
+        ("/tokenize", {"prompt": "a", "chat_template": "x"}, "chat_template"),
+        ("/tokenize", {"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+        ("/tokenize", {"messages": HI, "tools": [{"type": "function"}]}, "tools[0]"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"prompt": "a", "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),

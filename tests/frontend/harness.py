@@ -114,7 +114,8 @@ class ApiServer:
         board = LoadBoard(self.runtime, index)
         manager = RequestManager(client, default_timeout_s=server.request_timeout, reject_while_paused=server.reject_while_paused, board=board)
         self.front = FrontEnd(self.config, client, manager, TextService(load, client.prepare_grammar), HttpMetrics(self.runtime, index), board)
-        listener = socket.create_server(("127.0.0.1", 0))
+        # As in an API process, which inherits its socket: a new one knows no protocol, and asyncio would not turn Nagle's algorithm off.
+        listener = socket.socket(fileno=socket.create_server(("127.0.0.1", 0)).detach())
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(listener)), daemon=True)

@@ -156,7 +156,7 @@ def test_parts_are_joined_unless_the_template_takes_them() -> None:
 
 @pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "text", {}])
 def test_other_parts_are_refused(part: Any) -> None:
-    with pytest.raises(ChatTemplateError, match=r"messages\[0\]\.content\[0\]: this model takes text parts only"):
+    with pytest.raises(ChatTemplateError, match="this model takes text parts only"):
         render(CHATML, [{"role": "user", "content": [part]}])
 
 
@@ -241,3 +241,32 @@ def test_an_endless_request_template_is_killed(monkeypatch: pytest.MonkeyPatch) 
     source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ChatTemplateError, match=r"took longer than 1 s|over the limit"):
         ChatTemplate(source, {}, isolated=True).render(USER)
+
+
+SHOWS_ALL = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+KNOWS_THREE = "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+REFUSES = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only users') }}{% endif %}{{ m.content }}{% endfor %}"
+
+
+def test_roles_are_the_templates() -> None:
+    asked = [{"role": "user", "content": "a"}, {"role": "ipython", "content": "b"}]
+    assert render(SHOWS_ALL, asked) == "[user]a[ipython]b"
+    with pytest.raises(ChatTemplateError, match="no place for the role 'ipython'") as error:
+        render(KNOWS_THREE, asked)
+    assert error.value.field == "messages[1].role"
+    with pytest.raises(ChatTemplateError, match="only users") as error:
+        render(REFUSES, asked)
+    assert error.value.field is None
+
+
+def test_developers_are_the_system_where_the_template_does_not_know_them() -> None:
+    asked = [{"role": "developer", "content": "a"}]
+    assert render(SHOWS_ALL, asked) == "[developer]a"
+    assert render(KNOWS_THREE, asked) == "[system]a"
+
+
+def test_a_bound_on_what_is_remembered_of_roles() -> None:
+    template = ChatTemplate(SHOWS_ALL, {})
+    for i in range(200):
+        assert template.render([{"role": f"r{i}", "content": "a"}]) == f"[r{i}]a"
+    assert len(template._places) <= 64

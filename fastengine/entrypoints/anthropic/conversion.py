@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastengine.entrypoints.anthropic.message_types import (
@@ -15,6 +15,7 @@ from fastengine.entrypoints.anthropic.message_types import (
     PlainText,
     RedactedThinkingBlock,
     TextBlock,
+    Thinking,
     ThinkingBlock,
     Tool,
     ToolChoice,
@@ -26,7 +27,15 @@ from fastengine.entrypoints.openai.request_types import ChatCompletionRequest, C
 from fastengine.entrypoints.renamed_fields import by_root
 from fastengine.frontend.errors import bad_request
 
-_ROOTS = by_root({"stop": "stop_sequences", "reasoning_max_tokens": "thinking.budget_tokens", "parallel_tool_calls": "tool_choice"})
+_ROOTS = by_root(
+    {
+        "continue_final_message": "messages",
+        "parallel_tool_calls": "tool_choice",
+        "reasoning_max_tokens": "thinking.budget_tokens",
+        "stop": "stop_sequences",
+    }
+)
+MIN_THINKING_TOKENS = 1024
 # The system prompt and tool results are messages of their own in a chat: positions differ.
 _IN_MESSAGES = re.compile(r"messages\[\d+\].*")
 
@@ -40,6 +49,8 @@ def rename(param: str) -> str:
 def chat_request(body: CountTokensBody) -> ChatCompletionRequest:
     """The chat of ``body``. Raises ApiError 400 naming a field of ``body``."""
     thinking = body.thinking
+    if thinking is not None:
+        _check_thinking(thinking, body.max_tokens if isinstance(body, MessagesBody) else None)
     # A last message of the assistant's is the beginning of the answer.
     prefilled = bool(body.messages) and body.messages[-1].role == "assistant"
     chat = ChatCompletionRequest(
@@ -67,11 +78,47 @@ def _messages(body: CountTokensBody) -> list[ChatMessage]:
     messages = []
     if body.system:
         messages.append(ChatMessage(role="system", content=_text(body.system)))
+    _check_results(body.messages)
     for i, message in enumerate(body.messages):
         messages += _user(message, i) if message.role == "user" else [_assistant(message, i)]
-    if messages[-1].role == "assistant" and messages[-1].tool_calls:
-        raise bad_request("messages", "a tool_use must be followed by its tool_result")
     return messages
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """Raise ApiError 400 for a tool_result without its tool_use in the assistant's turn before, and for the reverse."""
+    waiting: dict[str, str] = {}  # id -> path of each tool_use without its result
+    for i, message in enumerate(messages):
+        if message.role == "assistant" and i and messages[i - 1].role == "user":
+            _check_none_waits(waiting)
+        if isinstance(message.content, str):
+            continue
+        for j, block in enumerate(message.content):
+            where = f"messages[{i}].content[{j}]"
+            if isinstance(block, ToolUseBlock) and message.role == "assistant":
+                if block.id in waiting:
+                    raise bad_request(f"{where}.id", f"another tool_use of this message has the id {block.id[:64]!r}")
+                waiting[block.id] = where
+            elif isinstance(block, ToolResultBlock) and message.role == "user" and waiting.pop(block.tool_use_id, None) is None:
+                raise bad_request(f"{where}.tool_use_id", f"there is no tool_use {block.tool_use_id[:64]!r} in the message before")
+    _check_none_waits(waiting)
+
+
+def _check_none_waits(waiting: Mapping[str, str]) -> None:
+    for where in waiting.values():
+        raise bad_request(where, "a tool_use must be followed by its tool_result, in the message after")
+
+
+def _check_thinking(thinking: Thinking, max_tokens: int | None) -> None:
+    param, budget = "thinking.budget_tokens", thinking.budget_tokens
+    if thinking.type != "enabled":
+        if budget is not None:
+            raise bad_request(param, "belongs to the type enabled")
+    elif budget is None:
+        raise bad_request(param, "this field is required with the type enabled")
+    elif budget < MIN_THINKING_TOKENS:
+        raise bad_request(param, f"expected int >= {MIN_THINKING_TOKENS}")
+    elif max_tokens is not None and budget >= max_tokens:
+        raise bad_request(param, f"{budget} must be less than max_tokens ({max_tokens})")
 
 
 def _text(content: str | Sequence[PlainText]) -> str:

@@ -83,7 +83,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """``budget_tokens`` belongs to the type ``enabled``. Without the field the chat template decides."""
+    """``budget_tokens``, at least 1024 and less than ``max_tokens``, belongs to the type ``enabled``. Without the field the chat template decides."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None

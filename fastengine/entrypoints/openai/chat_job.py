@@ -58,7 +58,8 @@ async def prepare_chat(service: TextService, text: ModelText, body: ChatCompleti
     tools = _tools(body, text.output_format)
     grammar_param, grammar = await _grammar(service, body, tools, text.output_format, max_tokens)
     param, prompt = await chat_prompt(service, text, body, with_tools=tools.mode != "none")
-    check_length(param, len(prompt.token_ids), max_tokens, text.max_model_len)
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    check_length(param, len(prompt.token_ids), max_tokens, text.max_model_len, limit_param=limit)
     context = reasoning_context(text.tokenizer, prompt.token_ids, prompt.text, thinking_enabled(body))
     output_format, sampling = _constrained(body, text, tools, context, msgspec.structs.replace(sampling, grammar=grammar))
     if output_format.needs_special_tokens(tools):
@@ -79,11 +80,16 @@ async def prepare_chat(service: TextService, text: ModelText, body: ChatCompleti
     )
 
 
-def _tools(body: ChatCompletionRequest, output_format: OutputFormat) -> ToolRequest:
+def checked_tools(body: ChatCompletionRequest) -> ToolRequest:
+    """What ``body`` says about tools. Raises ApiError 400."""
     try:
-        tools = tool_request(body.tools, body.tool_choice, body.parallel_tool_calls)
+        return tool_request(body.tools, body.tool_choice, body.parallel_tool_calls)
     except ToolRequestError as error:
         raise bad_request(error.param, error.message) from None
+
+
+def _tools(body: ChatCompletionRequest, output_format: OutputFormat) -> ToolRequest:
+    tools = checked_tools(body)
     if tools.mode == "auto" and output_format.tool_parser is None:
         raise bad_request(
             "tools", "the server was started without --tool-call-parser: it can only be told to call (tool_choice required, or a function)"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fastengine.entrypoints.openai.chat_messages import joined_text, template_message
 from fastengine.entrypoints.openai.generation import Prompt, check_prompt_ids
-from fastengine.entrypoints.openai.request_types import ChatCompletionRequest, ChatMessage
+from fastengine.entrypoints.openai.request_types import ChatCompletionRequest
 from fastengine.frontend.errors import bad_request
 from fastengine.frontend.text_service import ModelText, TextService
 from fastengine.text.chat_template import ChatTemplate, ChatTemplateError
@@ -23,13 +24,15 @@ async def chat_prompt(service: TextService, text: ModelText, body: ChatCompletio
         check_prompt_ids("prompt_token_ids", token_ids, text.spec.vocab_size)
         return "prompt_token_ids", Prompt(token_ids)
     render = _renderer(body, text, body.tools if with_tools else None)
+    param = "messages" if body.chat_template is None else "chat_template"
     try:
         # A template of the client's own may be slow: it must not hold up everybody's tokenization.
         source = await service.render(body.chat_template, render) if body.chat_template is not None else render
         encoded = await service.encode(source, "chat", param="messages")
     except ChatTemplateError as error:
-        raise bad_request("messages" if body.chat_template is None else "chat_template", str(error)) from None
-    check_prompt_ids("messages", encoded.token_ids, text.spec.vocab_size)
+        raise bad_request(error.field or param, str(error)) from None
+    if not encoded.token_ids:
+        raise bad_request(param, "the chat template makes nothing of these messages")
     return "messages", Prompt(encoded.token_ids, encoded.text)
 
 
@@ -77,33 +80,3 @@ def thinking_enabled(body: ChatCompletionRequest) -> bool | None:
 def echoed(body: ChatCompletionRequest) -> str:
     """The final message's text, which ``echo`` repeats before the answer that continues it."""
     return joined_text(body.messages[-1], len(body.messages) - 1) if body.echo and body.messages else ""
-
-
-def joined_text(message: ChatMessage, position: int) -> str:
-    """The message's text parts as one string. Raises ApiError 400 for a part of another kind."""
-    if message.content is None:
-        return ""
-    if isinstance(message.content, str):
-        return message.content
-    texts = []
-    for i, part in enumerate(message.content):
-        param = f"messages[{position}].content[{i}]"
-        if part.type not in ("text", "input_text", "output_text"):
-            raise bad_request(f"{param}.type", f"{part.type!r} content is not supported by this model, only text is", code="unsupported_content")
-        if part.text is None:
-            raise bad_request(f"{param}.text", "this field is required")
-        texts.append(part.text)
-    return "".join(texts)
-
-
-def template_message(message: ChatMessage, position: int) -> dict[str, Any]:
-    """The message as chat templates know it."""
-    if message.content is None and message.role != "assistant":
-        raise bad_request(f"messages[{position}].content", "this field is required")
-    content = None if message.content is None else joined_text(message, position)
-    out: dict[str, Any] = {"role": message.role, "content": content}
-    for name in ("name", "reasoning_content", "tool_calls", "tool_call_id"):
-        value = getattr(message, name)
-        if value is not None:
-            out[name] = value
-    return out

@@ -10,7 +10,16 @@ import msgspec
 
 from fastengine.entrypoints.openai.chunks import ChunkWriter
 from fastengine.entrypoints.openai.endpoint import GeneratingEndpoint, raise_error
-from fastengine.entrypoints.openai.generation import Job, Prompt, check_length, check_num_sequences, check_prompt_ids, now_s, num_generated
+from fastengine.entrypoints.openai.generation import (
+    Job,
+    Prompt,
+    check_length,
+    check_num_sequences,
+    check_prompt_ids,
+    item_names,
+    now_s,
+    num_generated,
+)
 from fastengine.entrypoints.openai.logprobs import completion_logprobs, prompt_logprobs
 from fastengine.entrypoints.openai.refused_fields import REFUSED_BY_COMPLETIONS
 from fastengine.entrypoints.openai.request_types import CompletionRequest
@@ -33,11 +42,11 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
     id_prefix = "cmpl"
 
     async def prepare(self, body: CompletionRequest, request_id: str, model: str, text: ModelText) -> Job:
-        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        max_tokens = body.max_tokens
         if max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens", "expected int >= 1 (0 is for echo alone)")
         # The engine always samples: with 0 its token is left out of the reply.
-        sampling = sampling_params(body, text, max_tokens=max(1, max_tokens), logprobs=body.logprobs)
+        sampling = sampling_params(body, text, max_tokens=max(1, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens), logprobs=body.logprobs)
         if body.echo and body.logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
         asked = structured_output(body)
@@ -45,10 +54,14 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
             await self._front.text.check_grammar(asked.param, asked.grammar)
             sampling = msgspec.structs.replace(sampling, grammar=asked.grammar)
         n = num_generated(body)
-        param, prompts = await self._prompts(body, text)
+        param, names, prompts = await self._prompts(body, text)
         check_num_sequences(param, len(prompts), n)
-        for prompt in prompts:
-            check_length(param, len(prompt.token_ids), max_tokens, text.max_model_len)
+        for name, prompt in zip(names, prompts, strict=True):
+            check_length(name, len(prompt.token_ids), max_tokens, text.max_model_len)
+        if max_tokens is None:
+            # A default is no reason to refuse a prompt.
+            room = text.max_model_len - max(len(prompt.token_ids) for prompt in prompts)
+            sampling = msgspec.structs.replace(sampling, max_tokens=min(DEFAULT_MAX_TOKENS, room))
         return Job(
             request_id=request_id,
             created=now_s(),
@@ -61,31 +74,29 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
             grammar_param=None if asked is None else asked.param,
         )
 
-    async def _prompts(self, body: CompletionRequest, text: ModelText) -> tuple[str, list[Prompt]]:
-        """(the field they came from, the prompts)"""
+    async def _prompts(self, body: CompletionRequest, text: ModelText) -> tuple[str, list[str], list[Prompt]]:
+        """(the field they came from, the name of each, the prompts)"""
         given: Any
         param, given = ("prompt", body.prompt) if body.prompt_token_ids is None else ("prompt_token_ids", body.prompt_token_ids)
         if given is None:
             raise bad_request("prompt", "this field is required")
-        if isinstance(given, str):
-            given = [given]
         if not given:
             raise bad_request(param, "the prompt is empty")
-        if all(isinstance(item, int) for item in given):
-            given = [given]
+        is_one = isinstance(given, str) or all(isinstance(item, int) for item in given)
+        names, given = ([param], [given]) if is_one else (item_names(param, given), given)
         if all(isinstance(item, str) for item in given):
             if "" in given:
-                raise bad_request(param, "the prompt is empty")
+                raise bad_request(names[given.index("")], "the prompt is empty")
             kind: PromptKind = "plain" if body.add_special_tokens is False else "special"
-            encoded = await asyncio.gather(*(self._front.text.encode(item, kind, param=param) for item in given))
+            encoded = await asyncio.gather(*(self._front.text.encode(item, kind, param=name) for name, item in zip(names, given, strict=True)))
             prompts = [Prompt(row.token_ids, row.text) for row in encoded]
         elif all(isinstance(item, list) for item in given):
             prompts = [Prompt(item) for item in given]
         else:
             raise bad_request(param, "must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
-        for prompt in prompts:
-            check_prompt_ids(param, prompt.token_ids, text.spec.vocab_size)
-        return param, prompts
+        for name, prompt in zip(names, prompts, strict=True):
+            check_prompt_ids(name, prompt.token_ids, text.spec.vocab_size)
+        return param, names, prompts
 
     async def answer(self, job: Job, text: ModelText, stream: TextStream) -> Completion:
         answers = [_Answer(job, sequence, text) for sequence in stream.sequences]

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from fastengine.entrypoints.arrival import arrived
 from fastengine.entrypoints.openai.embeddings_types import MAX_INPUTS, Embedding, EmbeddingsBody, EmbeddingsReply, EmbeddingUsage
-from fastengine.entrypoints.openai.generation import check_length, check_prompt_ids, generate
+from fastengine.entrypoints.openai.generation import check_length, check_prompt_ids, generate, item_names
 from fastengine.entrypoints.openai.refused_fields import Refused, refused_by
 from fastengine.entrypoints.responses import JsonReply, interrupted_by_disconnect
 from fastengine.frontend.errors import ApiError, bad_request
@@ -49,14 +49,11 @@ class EmbeddingsEndpoint:
         return JsonReply(reply, headers=new.headers)
 
     async def _prompts(self, body: EmbeddingsBody, text: ModelText) -> list[list[int]]:
-        given: list[Any] = [body.input] if isinstance(body.input, str) else list(body.input)
-        if given and all(isinstance(item, int) for item in given):
-            given = [given]
-        if not given:
-            raise bad_request("input", "the input is empty")
+        is_one = isinstance(body.input, str) or all(isinstance(item, int) for item in body.input)
+        given: list[Any] = [body.input] if is_one else list(body.input)
         if len(given) > MAX_INPUTS:
             raise bad_request("input", f"has {len(given)} entries; {MAX_INPUTS} are allowed")
-        names = ["input"] if len(given) == 1 else [f"input[{i}]" for i in range(len(given))]
+        names = ["input"] if is_one else item_names("input", given)
         if all(isinstance(item, str) for item in given):
             kind: PromptKind = "plain" if body.add_special_tokens is False else "special"
             encoded = await asyncio.gather(*(self._front.text.encode(item, kind, param=names[i]) for i, item in enumerate(given)))

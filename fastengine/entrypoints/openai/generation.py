@@ -129,8 +129,16 @@ def check_model(asked: str | None, served: Sequence[str]) -> str:
     return asked
 
 
-def check_length(param: str, num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
-    """Raise ApiError 400 with the numbers when prompt and output can't fit the context. ``max_tokens`` 0: the prompt alone is computed."""
+def item_names(param: str, given: Sequence[Any] | Any) -> list[str]:
+    """What the entries of ``given`` are called: its own name if it is no list but an entry itself."""
+    return [f"{param}[{i}]" for i in range(len(given))] if isinstance(given, list) else [param]
+
+
+def check_length(param: str, num_prompt: int, max_tokens: int | None, max_model_len: int, *, limit_param: str = "max_tokens") -> None:
+    """Raise ApiError 400 with the numbers when prompt and output can't fit the context. ``max_tokens`` 0: the prompt alone is computed.
+
+    ``param`` is the prompt's field, named where it alone is too long, ``limit_param`` that of ``max_tokens``.
+    """
     if max_tokens == 0:
         if num_prompt <= max_model_len:
             return
@@ -140,7 +148,8 @@ def check_length(param: str, num_prompt: int, max_tokens: int | None, max_model_
             f"the prompt has {num_prompt} tokens; the model's context of {max_model_len} tokens holds {max_model_len - 1} and one token of output"
         )
     elif max_tokens is not None and num_prompt + max_tokens > max_model_len:
-        message = f"{num_prompt} prompt tokens and max_tokens {max_tokens} are {num_prompt + max_tokens}; the model's context has {max_model_len}"
+        param = limit_param
+        message = f"{max_tokens} and {num_prompt} tokens of the prompt are {num_prompt + max_tokens}; the model's context has {max_model_len}"
     else:
         return
     raise bad_request(param, message, code="context_length_exceeded")

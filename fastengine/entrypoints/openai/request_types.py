@@ -152,8 +152,12 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    # Of older and other models: there is nothing to do with them, and they must not get lost without a word.
+    function_call: None = None
+    audio: None = None
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):

@@ -109,10 +109,19 @@ def _add(messages: list[ChatMessage], item: InputMessage | InputCall | InputCall
     elif isinstance(item, InputReasoning):
         messages.append(ChatMessage(role="assistant", reasoning_content=_text(item.content or [], f"{where}.content")))
     else:
+        check_arguments(item.arguments, f"{where}.arguments")
         if not messages or messages[-1].role != "assistant":
             messages.append(ChatMessage(role="assistant"))
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
         messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
+
+
+def check_arguments(arguments: str, where: str) -> None:
+    """Raise ApiError 400 for a call's arguments that no template could be shown."""
+    try:
+        msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise bad_request(where, f"not JSON ({error})") from None
 
 
 def _text(content: str | Sequence[ContentPart], where: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from starlette.types import Receive
 from fastengine.entrypoints.arrival import arrived
 from fastengine.entrypoints.event_json import event_json
 from fastengine.entrypoints.openai.endpoint import raise_error
-from fastengine.entrypoints.openai.generation import Prompt, check_length, check_num_sequences, check_prompt_ids, generate
+from fastengine.entrypoints.openai.generation import Prompt, check_length, check_num_sequences, check_prompt_ids, generate, item_names
 from fastengine.entrypoints.openai.logprobs import finite
 from fastengine.entrypoints.openai.refused_fields import Refused, refused_by
 from fastengine.entrypoints.openai.request_types import GenerationFields
@@ -59,20 +59,16 @@ REFUSED: Refused = refused_by(
         "video_data": ([],),
     },
 )
-# GenerationFields' names -> SGLang's.
-RENAME = by_root(
-    {
-        "guided_grammar": "sampling_params.ebnf",
-        "guided_json": "sampling_params.json_schema",
-        "guided_regex": "sampling_params.regex",
-        "logit_bias": "sampling_params.logit_bias",
-        "logprobs": "return_logprob",
-        "min_tokens": "sampling_params.min_new_tokens",
-        "n": "sampling_params.n",
-        "stop_token_ids": "sampling_params.stop_token_ids",
-        "structural_tag": "sampling_params.structural_tag",
-    }
-)
+# GenerationFields' names -> those of sampling_params, where they differ.
+SAMPLING_NAMES = {
+    "guided_grammar": "ebnf",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "include_stop_str_in_output": "no_stop_trim",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
 
 
 @dataclass(frozen=True)
@@ -134,24 +130,25 @@ class GenerateEndpoint:
     async def _entries(self, body: GenerateBody, text: ModelText) -> tuple[list[Entry], bool]:
         """(what to generate, whether the reply is a list)"""
         param, prompts, is_list = await self._prompts(body)
-        count = len(prompts)
-        samplings = per_prompt("sampling_params", body.sampling_params or SamplingFields(), count)
+        count, names = len(prompts), item_names(param, prompts) if is_list else [param]
+        samplings = per_prompt("sampling_params", SamplingFields() if body.sampling_params is None else body.sampling_params, count)
+        places = item_names("sampling_params", body.sampling_params) * (1 if isinstance(body.sampling_params, list) else count)
         with_logprobs = per_prompt(
             "return_logprob", bool(body.return_logprob) if not isinstance(body.return_logprob, list) else body.return_logprob, count
         )
         starts = per_prompt("logprob_start_len", -1 if body.logprob_start_len is None else body.logprob_start_len, count)
-        tops = per_prompt("top_logprobs_num", body.top_logprobs_num or 0, count)
+        tops = per_prompt("top_logprobs_num", 0 if body.top_logprobs_num is None else body.top_logprobs_num, count)
         check_num_sequences(param, 1, sum(fields.n or 1 for fields in samplings))
         entries = []
-        for prompt, fields, wanted, start, top in zip(prompts, samplings, with_logprobs, starts, tops, strict=True):
-            check_prompt_ids(param, prompt.token_ids, text.spec.vocab_size)
+        for name, prompt, where, fields, wanted, start, top in zip(names, prompts, places, samplings, with_logprobs, starts, tops, strict=True):
+            check_prompt_ids(name, prompt.token_ids, text.spec.vocab_size)
             max_tokens = DEFAULT_MAX_NEW_TOKENS if fields.max_new_tokens is None else fields.max_new_tokens
             if fields.max_new_tokens is None:
                 # A default is no reason to refuse a prompt.
                 max_tokens = max(1, min(max_tokens, text.max_model_len - len(prompt.token_ids)))
-            check_length(param, len(prompt.token_ids), max_tokens, text.max_model_len)
+            check_length(name, len(prompt.token_ids), max_tokens, text.max_model_len, limit_param=f"{where}.max_new_tokens")
             # The engine always samples.
-            grammar_param, sampling = await self._sampling(fields, text, max(1, max_tokens), top if wanted else None)
+            grammar_param, sampling = await self._sampling(where, fields, text, max(1, max_tokens), top if wanted else None)
             first = start if wanted and 0 <= start < len(prompt.token_ids) else None
             if first is not None:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=top)
@@ -160,8 +157,10 @@ class GenerateEndpoint:
 
     async def _prompts(self, body: GenerateBody) -> tuple[str, list[Prompt], bool]:
         """(the field they came from, the prompts, whether it was a list of them)"""
-        if (body.text is None) == (body.input_ids is None):
+        if body.text is None and body.input_ids is None:
             raise bad_request("text", "send either text or input_ids")
+        if body.text is not None and body.input_ids is not None:
+            raise bad_request("input_ids", "can't be sent together with text")
         if body.input_ids is not None:
             ids = body.input_ids
             flat = [item for item in ids if isinstance(item, int)]
@@ -170,15 +169,17 @@ class GenerateEndpoint:
                 raise bad_request("input_ids", "must be a list of token ids or a list of such lists, and not empty")
             return "input_ids", [Prompt(row) for row in rows] if rows else [Prompt(flat)], bool(rows)
         assert body.text is not None
-        texts = [body.text] if isinstance(body.text, str) else body.text
+        names, texts = item_names("text", body.text), [body.text] if isinstance(body.text, str) else body.text
         if not texts or "" in texts:
-            raise bad_request("text", "the prompt is empty")
-        names = ["text"] if len(texts) == 1 else [f"text[{i}]" for i in range(len(texts))]
+            raise bad_request(names[texts.index("")] if texts else "text", "the prompt is empty")
         encoded = await asyncio.gather(*(self._front.text.encode(item, "special", param=names[i]) for i, item in enumerate(texts)))
         return "text", [Prompt(row.token_ids, row.text) for row in encoded], isinstance(body.text, list)
 
-    async def _sampling(self, fields: SamplingFields, text: ModelText, max_tokens: int, logprobs: int | None) -> tuple[str | None, SamplingParams]:
-        """(the field that brought a grammar, the sampling)"""
+    async def _sampling(
+        self, where: str, fields: SamplingFields, text: ModelText, max_tokens: int, logprobs: int | None
+    ) -> tuple[str | None, SamplingParams]:
+        """(the field that brought a grammar, the sampling). ``where`` the caller has put ``fields``."""
+        rename = sampling_names(where)
         same = GenerationFields(
             temperature=fields.temperature,
             top_p=fields.top_p,
@@ -200,13 +201,20 @@ class GenerateEndpoint:
             guided_grammar=fields.ebnf,
             structural_tag=fields.structural_tag,
         )
-        with renamed_fields(RENAME):
+        with renamed_fields(rename):
             sampling = sampling_params(same, text, max_tokens=max_tokens, logprobs=logprobs)
             wanted = structured_output(same)
             if wanted is None:
                 return None, sampling
             await self._front.text.check_grammar(wanted.param, wanted.grammar)
-            return RENAME(wanted.param), msgspec.structs.replace(sampling, grammar=wanted.grammar)
+            return rename(wanted.param), msgspec.structs.replace(sampling, grammar=wanted.grammar)
+
+
+def sampling_names(where: str) -> Callable[[str], str]:
+    """A renaming of GenerationFields' fields to what the caller calls them, who has put them into ``where``."""
+    rename = by_root(SAMPLING_NAMES)
+    # The one whose value is not among them.
+    return lambda param: "return_logprob" if param == "logprobs" else f"{where}.{rename(param)}"
 
 
 def one_of(body: GenerateBody, name: str, other: str) -> str | None:

@@ -86,6 +86,8 @@ def _tool_spec(function: Any, where: str) -> ToolSpec:
     name, parameters, strict = function.get("name"), function.get("parameters"), function.get("strict")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         raise ToolRequestError(f"{where}.name", "must be 1 to 128 letters, digits, underscores, dots or hyphens")
+    if not isinstance(function.get("description"), str | None):
+        raise ToolRequestError(f"{where}.description", "must be a string")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise ToolRequestError(f"{where}.parameters", "must be a JSON schema object")
     if parameters is not None and parameters.get("type", "object") != "object":
