@@ -26,6 +26,7 @@ from fastengine.text.chat_template import ChatTemplate, load_chat_template
 from fastengine.text.load import load_tokenizer
 from fastengine.text.output_parser import OutputFormat
 from fastengine.text.plugins import load_parsers
+from fastengine.text.template_children import TemplateChildren
 from fastengine.text.tokenizer import Tokenizer, TokenizerError
 
 MAX_WAITING_PROMPTS = 8192
@@ -112,6 +113,7 @@ class TextService:
         self._long_encoder = ThreadPoolExecutor(1, "encode-long")
         self._num_long = 0
         self._renders = TemplateRenders()
+        self.template_children = TemplateChildren()
 
     def start(self) -> asyncio.Task[ModelText]:
         """Begin loading; the task ends with the loader's exception if it fails."""
@@ -119,7 +121,11 @@ class TextService:
         return self._loading
 
     async def _run_load(self) -> ModelText:
-        self.model = model = await asyncio.get_running_loop().run_in_executor(self._encoder, self._load)
+        loop = asyncio.get_running_loop()
+        self.model = model = await loop.run_in_executor(self._encoder, self._load)
+        # Requests bring templates for chats alone.
+        if model.chat_template is not None:
+            await loop.run_in_executor(self._long_encoder, self.template_children.prepare)
         return model
 
     async def ready(self) -> ModelText:
@@ -131,6 +137,7 @@ class TextService:
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self._long_encoder.shutdown(wait=False, cancel_futures=True)
         self._renders.close()
+        self.template_children.close()
         self.grammars.close()
 
     async def check_grammar(self, param: str, spec: GrammarSpec) -> None:

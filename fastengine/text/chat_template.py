@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +12,12 @@ import msgspec
 
 from fastengine.config import ModelConfig
 from fastengine.text.hf_tokenizer import read_template
+from fastengine.text.template_children import TemplateChildren
 from fastengine.text.template_sandbox import MAX_OUTPUT_CHARACTERS, TemplateFailure, compile_template, render_template
 from fastengine.text.tokenizer import Tokenizer
 
 MAX_REQUEST_TEMPLATE_CHARACTERS = 256 << 10
 REQUEST_OUTPUT_CHARACTERS = 8 << 20
-# Wall-clock bound on the child process; its processor time is bounded by itself.
-CHILD_TIMEOUT_S = 5.0
 # Appended to the last message to find where it ends in the prompt. Templates may trim around it.
 END_MARK = "\x02end of the last message\x03"
 PROBE = "probe7f3a"
@@ -30,6 +27,7 @@ RolePlace = Literal["shown", "lost", "refused"]
 
 
 BASIC_ROLES = frozenset({"system", "user", "assistant", "tool"})
+OPENAI_ROLES = BASIC_ROLES | {"developer", "function"}
 MAX_KNOWN_ROLES = 64
 
 
@@ -51,13 +49,14 @@ class ChatTemplate:
     ``isolated``: it comes with a request, gets strings only, and is rendered in a child process with hard limits.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], *, isolated: bool = False):
-        """Raises ChatTemplateError on a syntax error (``isolated``: when rendered)."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, isolated: bool = False, children: TemplateChildren | None = None):
+        """Raises ChatTemplateError on a syntax error (``isolated``: when rendered). ``children`` start the processes of isolated ones."""
         if isolated and len(source) > MAX_REQUEST_TEMPLATE_CHARACTERS:
             raise ChatTemplateError(f"the chat template is {len(source)} characters long; {MAX_REQUEST_TEMPLATE_CHARACTERS} are allowed")
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._isolated = isolated
+        self._children = children or TemplateChildren()
         self._template = None if isolated else _guarded(compile_template, source)
         # Whether content may stay a list of parts, and whether it may be a plain string.
         self._takes_parts = not isolated and self._shows([{"type": "text", "text": PROBE}])
@@ -102,7 +101,7 @@ class ChatTemplate:
     def _rendered(self, variables: dict[str, Any]) -> str:
         if self._template is not None:
             return _guarded(render_template, self._template, variables)
-        return _render_in_child(self.source, variables)
+        return _render_in_child(self._children, self.source, variables)
 
     def _shaped(self, index: int, message: Message) -> dict[str, Any]:
         """A copy of the message with its content and tool calls as templates expect them."""
@@ -128,7 +127,13 @@ class ChatTemplate:
         return shaped
 
     def _known_role(self, role: str, field: str) -> str:
-        """What the template calls ``role``. Many leave messages of roles that they don't know out without a word: that is an error."""
+        """What the template calls ``role``, which is one of OpenAI's, or one that the template speaks of.
+
+        Many write whatever role they are given, a misspelt one too, or leave a message of one they don't know out without a word.
+        """
+        if role not in OPENAI_ROLES and not any(f"{quote}{role}{quote}" in self.source for quote in "'\""):
+            message = f"{role!r} is none of {', '.join(sorted(OPENAI_ROLES))}, and the model's chat template knows no other of that name"
+            raise ChatTemplateError(message, field=field)
         place = self._places.get(role)
         if place is None:
             if len(self._places) >= MAX_KNOWN_ROLES:
@@ -180,21 +185,19 @@ def _guarded(function: Any, *args: Any) -> Any:
         raise ChatTemplateError(f"chat template: {failure}") from failure
 
 
-def _render_in_child(source: str, variables: dict[str, Any]) -> str:
+def _render_in_child(children: TemplateChildren, source: str, variables: dict[str, Any]) -> str:
     try:
         task = json.dumps({"source": source, "variables": variables, "max_characters": min(REQUEST_OUTPUT_CHARACTERS, MAX_OUTPUT_CHARACTERS)})
     except (TypeError, ValueError) as error:
         raise ChatTemplateError(f"chat template: the variables are not plain JSON ({error})") from error
-    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
-    command = [sys.executable, "-m", "fastengine.text.template_sandbox"]
     try:
-        child = subprocess.run(command, input=task.encode(), capture_output=True, env=environment, cwd="/", timeout=CHILD_TIMEOUT_S, check=False)
+        exit_code, output = children.run(task.encode())
     except subprocess.TimeoutExpired as error:
-        raise ChatTemplateOverLimit(f"chat template: rendering took longer than {CHILD_TIMEOUT_S:.0f} s") from error
-    if child.returncode != 0:
+        raise ChatTemplateOverLimit(f"chat template: rendering took longer than {error.timeout:.0f} s") from error
+    if exit_code != 0:
         raise ChatTemplateOverLimit("chat template: rendering went over the limit on processor time or memory for templates in a request")
     try:
-        answer = msgspec.json.decode(child.stdout)
+        answer = msgspec.json.decode(output)
     except msgspec.DecodeError:
         raise ChatTemplateError("chat template: it writes half of a surrogate pair, which is no character") from None
     if "error" in answer:

@@ -19,11 +19,13 @@ from fastengine.text.tokenizer import Tokenizer, TokenizerError, unknown_token_i
 
 Library = Literal["transformers", "paddleformers", "paddlenlp"]
 MODULES: dict[Library, str] = {"transformers": "transformers", "paddleformers": "paddleformers.transformers", "paddlenlp": "paddlenlp.transformers"}
-# What brings them: our extras have PaddleFormers, PaddleNLP's successor; PaddleNLP itself pins older libraries than ours.
+# What brings them: our extras have PaddleFormers, PaddleNLP's successor. PaddleNLP itself does with these older libraries, which
+# exclude transformers 5: it wants an environment of its own.
+PADDLENLP = "'paddlenlp==2.8.1' 'huggingface_hub==0.23.5' 'aistudio-sdk<0.3' 'pyarrow<21'"
 PACKAGES: dict[Library, str] = {
     "transformers": "'fastengine[transformers]'",
     "paddleformers": "'fastengine[paddlenlp]'",
-    "paddlenlp": "paddlenlp (or 'fastengine[paddlenlp]', and use the backend paddleformers)",
+    "paddlenlp": f"{PADDLENLP} (or 'fastengine[paddlenlp]', and use the backend paddleformers)",
 }
 
 
@@ -31,7 +33,7 @@ def load_library_tokenizer(library: Library, path: Path, *, eos_token_ids: Itera
     """``AutoTokenizer.from_pretrained`` of ``library``, from local files only. Raises TokenizerError."""
     try:
         module = importlib.import_module(MODULES[library])
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # beside libraries it was not written for, it asks modules for what they don't have
         raise TokenizerError(
             f"{path}: the tokenizer backend {library!r} is not usable here ({error}); install it with: pip install {PACKAGES[library]}"
         ) from error

@@ -10,7 +10,7 @@ import pytest
 
 from fastengine.config import ModelConfig
 from fastengine.model_files import ModelFileError
-from fastengine.text import chat_template, template_sandbox
+from fastengine.text import template_children, template_sandbox
 from fastengine.text.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
 from fastengine.text.tokenizer import Tokenizer
 from tests.conftest import load_golden
@@ -233,30 +233,40 @@ def test_a_hostile_request_template_costs_a_child_process(source: str) -> None:
     start = time.monotonic()
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source, {}, isolated=True).render(USER)
-    assert time.monotonic() - start < chat_template.CHILD_TIMEOUT_S + 5
+    assert time.monotonic() - start < template_children.TIMEOUT_S + 5
 
 
 def test_an_endless_request_template_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "CHILD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(template_children, "TIMEOUT_S", 1.0)
     source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ChatTemplateError, match=r"took longer than 1 s|over the limit"):
         ChatTemplate(source, {}, isolated=True).render(USER)
 
 
 SHOWS_ALL = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+NAMES_ONE = "{% for m in messages %}{% if m.role == 'ipython' %}[ran]{% endif %}{{ m.content }}{% endfor %}"
 KNOWS_THREE = "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
 REFUSES = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only users') }}{% endif %}{{ m.content }}{% endfor %}"
 
 
 def test_roles_are_the_templates() -> None:
     asked = [{"role": "user", "content": "a"}, {"role": "ipython", "content": "b"}]
-    assert render(SHOWS_ALL, asked) == "[user]a[ipython]b"
-    with pytest.raises(ChatTemplateError, match="no place for the role 'ipython'") as error:
+    assert render(NAMES_ONE, asked) == "a[ran]b"
+    # What a template writes for whatever it is given is no sign that it knows it.
+    with pytest.raises(ChatTemplateError, match="'ipython' is none of assistant, developer, function") as error:
+        render(SHOWS_ALL, asked)
+    assert error.value.field == "messages[1].role"
+    asked[1]["role"] = "function"
+    assert render(SHOWS_ALL, asked) == "[user]a[function]b"
+    with pytest.raises(ChatTemplateError, match="no place for the role 'function'") as error:
         render(KNOWS_THREE, asked)
     assert error.value.field == "messages[1].role"
     with pytest.raises(ChatTemplateError, match="only users") as error:
         render(REFUSES, asked)
     assert error.value.field is None
+    # Who brings a template knows what roles it has.
+    asked[1]["role"] = "zz"
+    assert ChatTemplate(SHOWS_ALL, {}, isolated=True).render(asked) == "[user]a[zz]b"
 
 
 def test_developers_are_the_system_where_the_template_does_not_know_them() -> None:
@@ -266,7 +276,7 @@ def test_developers_are_the_system_where_the_template_does_not_know_them() -> No
 
 
 def test_a_bound_on_what_is_remembered_of_roles() -> None:
-    template = ChatTemplate(SHOWS_ALL, {})
+    template = ChatTemplate("".join(f"{{# 'r{i}' #}}" for i in range(200)) + SHOWS_ALL, {})
     for i in range(200):
         assert template.render([{"role": f"r{i}", "content": "a"}]) == f"[r{i}]a"
     assert len(template._places) <= 64

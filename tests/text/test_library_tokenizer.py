@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastengine.text.detokenizer import make_detokenizer
-from fastengine.text.library_tokenizer import LibraryTokenizer
+from fastengine.text.library_tokenizer import LibraryTokenizer, load_library_tokenizer
 from fastengine.text.tokenizer import TokenizerError
 
 
@@ -74,3 +76,38 @@ def test_streaming_holds_half_characters_back(tokenizer: LibraryTokenizer) -> No
         assert not any("�" in part for part in parts)
         before = tokenizer.decode(ids[:cut]).rstrip("�")
         assert before + "".join(parts) + detokenizer.flush() == text
+
+
+def test_paddlenlps_own_tokenizer(tmp_path: Path) -> None:
+    """Where PaddleNLP is: it excludes libraries that other tests need, so that it has an environment of its own."""
+    pytest.importorskip("paddlenlp.transformers", exc_type=ImportError)
+    import sentencepiece
+
+    (tmp_path / "text").write_text("Count from 1 to 20.\nThe capital of France is Paris.\n" * 50)
+    # The name that its Llama tokenizer looks for.
+    name = tmp_path / "sentencepiece.bpe"
+    options = {"model_type": "bpe", "byte_fallback": True, "unk_id": 0, "bos_id": 1, "eos_id": 2, "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=str(name), vocab_size=320, **options)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "chat_template": "{{ messages[0].content }}"}))
+    tokenizer = load_library_tokenizer("paddlenlp", tmp_path, min_vocab_size=400)
+    reference = sentencepiece.SentencePieceProcessor(model_file=f"{name}.model")
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.add_bos) == (400, 1, (2,), True)
+    assert tokenizer.chat_templates == {"default": "{{ messages[0].content }}"}
+    for text in ("The capital of France is Paris.", "é 你 😀", "a"):
+        ids = reference.encode(text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.encode(text, add_special_tokens=True) == [1, *ids]
+        assert tokenizer.decode(ids) == text
+        detokenizer = make_detokenizer(tokenizer, [])
+        assert "".join([detokenizer.feed(token_id) for token_id in ids]) + detokenizer.flush() == text
+
+
+def test_a_library_beside_others_that_it_was_not_written_for_is_told_apart_from_a_broken_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(name: str) -> None:
+        raise AttributeError("module 'pyarrow' has no attribute 'PyExtensionType'")
+
+    monkeypatch.setattr("importlib.import_module", fail)
+    with pytest.raises(TokenizerError, match=r"PyExtensionType.*pip install 'paddlenlp==2.8.1' 'huggingface_hub==0.23.5'.*or 'fastengine"):
+        load_library_tokenizer("paddlenlp", tmp_path)

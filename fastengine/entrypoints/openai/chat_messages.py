@@ -1,7 +1,6 @@
 """A chat's messages: what every template can rely on is checked, the rest is the template's to know.
 
-Roles are the template's: any may be sent, as to vLLM, and one that the template has no place for is refused by
-:class:`ChatTemplate`. What OpenAI asks of the roles that everybody has is asked here, too: a tool's message says which
+Roles are the template's to know: what it has no place for is refused by :class:`ChatTemplate`. What OpenAI asks of the roles that everybody has is asked here, too: a tool's message says which
 call it answers, and the assistant's says something.
 """
 

@@ -23,7 +23,7 @@ async def chat_prompt(service: TextService, text: ModelText, body: ChatCompletio
             raise bad_request("prompt_token_ids", "a chat has one prompt: send a flat list of token ids")
         check_prompt_ids("prompt_token_ids", token_ids, text.spec.vocab_size)
         return "prompt_token_ids", Prompt(token_ids)
-    render = _renderer(body, text, body.tools if with_tools else None)
+    render = _renderer(service, text, body, body.tools if with_tools else None)
     param = "messages" if body.chat_template is None else "chat_template"
     try:
         # A template of the client's own may be slow: it must not hold up everybody's tokenization.
@@ -36,7 +36,7 @@ async def chat_prompt(service: TextService, text: ModelText, body: ChatCompletio
     return "messages", Prompt(encoded.token_ids, encoded.text)
 
 
-def _renderer(body: ChatCompletionRequest, text: ModelText, tools: list[dict[str, Any]] | None) -> Callable[[], str]:
+def _renderer(service: TextService, text: ModelText, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None) -> Callable[[], str]:
     if not body.messages:
         raise bad_request("messages", "at least one message is required" if body.messages is not None else "this field is required")
     messages = [template_message(message, i) for i, message in enumerate(body.messages)]
@@ -56,7 +56,9 @@ def _renderer(body: ChatCompletionRequest, text: ModelText, tools: list[dict[str
         raise bad_request("messages", "the model has no chat template: send chat_template, or use /v1/completions")
 
     def render() -> str:
-        chosen = template if source is None else ChatTemplate(source, text.tokenizer.special_tokens, isolated=True)
+        chosen = template
+        if source is not None:
+            chosen = ChatTemplate(source, text.tokenizer.special_tokens, isolated=True, children=service.template_children)
         assert chosen is not None
         return chosen.render(messages, tools=tools, add_generation_prompt=add_prompt, continue_final_message=continue_final, **variables)
 

@@ -5,7 +5,7 @@ To write one for ``--tool-parser-plugin``, derive from :class:`ToolParser`, writ
 class in the plug-in's ``register(parsers)``. The rules that all parsers here keep:
 
 - The pieces may be cut anywhere: a state decides nothing that the next character could change.
-- A call is announced once its name is known and its arguments have begun, and accepted at its end. Until
+- A call is announced once its name and the first of its arguments are known, and accepted at its end. Until
   then everything read since the marker is kept: when it turns out to be no call it is content as it stands.
 - Who sees an answer grow may have been told of a call that turns out to be none. That can't be taken back; it is
   said so (:attr:`Delta.broken`), and the arguments told never are whole: their last brace comes with the call's end.
@@ -51,8 +51,9 @@ class ToolParser(ABC):
         self._raw: list[str] = []
         self._call_open = False
         self._after_call = False
-        # Of the open call: what is told once it is accepted.
+        # Of the open call: what is told once there is enough of it, or it is accepted.
         self._call_deltas: list[Delta] = []
+        self._call_told = False
         self._last_brace = ""
 
     # What a parser defines.
@@ -143,7 +144,7 @@ class ToolParser(ABC):
         self.content(text)
 
     def announce(self, name: str, call_id: str | None = None) -> None:
-        """Begin a call."""
+        """Begin a call. It is told with the first of its arguments, as far as their name: what breaks before it has promised nothing."""
         self._raw.insert(0, self._space.take())  # framing, if it stays a call
         self._call_open = self._after_call = True
         self._add_to_call(Delta("tool", "", self.num_calls, call_id or self.new_call_id(), name))
@@ -198,7 +199,11 @@ class ToolParser(ABC):
         return reader.done or reader.failed
 
     def _add_to_call(self, delta: Delta) -> None:
-        (self._call_deltas if self.whole_calls else self._deltas).append(delta)
+        self._call_deltas.append(delta)
+        if not self.whole_calls and (self._call_told or ":" in delta.text):
+            self._call_told = True
+            self._deltas += self._call_deltas
+            self._call_deltas.clear()
 
     def _tell_call(self) -> None:
         """The open call is all there is of it."""
@@ -209,7 +214,7 @@ class ToolParser(ABC):
 
     def _break_call(self) -> None:
         """The open call is none: all of its text is content."""
-        if self.whole_calls:
+        if not self._call_told:
             self.num_calls -= 1
         else:
             self._deltas.append(Delta("tool", "", self.num_calls - 1, broken=True))
@@ -218,7 +223,7 @@ class ToolParser(ABC):
         self.content(text)
 
     def _close_call(self) -> None:
-        self._call_open = False
+        self._call_open = self._call_told = False
         self._last_brace = ""
         self._call_deltas.clear()
         self._raw.clear()

@@ -271,14 +271,14 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "two\nlines\t"}}</tool_call>', [("f", '{"a": "two\\nlines\\t"}')]),
         ("hermes", 'Let me see. \n\n<tool_call>{"name": "f"}</tool_call>\n\n', [("content", "Let me see."), ("f", "{}")]),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>\nand text ', [("f", "{}"), ("content", "\nand text ")]),
-        ("llama3-json", '{"name": "f", "parameters": {a}}', [("f", "{", "broken"), ("content", '{"name": "f", "parameters": {a}}')]),
+        ("llama3-json", '{"name": "f", "parameters": {a}}', [("content", '{"name": "f", "parameters": {a}}')]),
         ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g words', [("f", '{"a": 1}'), ("content", "[TOOL_CALLS]g words")]),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, x', [("f", '{"a": 1}'), ("content", ", x")]),
         ("mistral", '[TOOL_CALLS]f{"a": 1', [("f", '{"a": ', "broken"), ("content", '[TOOL_CALLS]f{"a": 1')]),
         (
             "deepseek",
             "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{1}<｜tool▁call▁end｜>x",
-            [("f", "{", "broken"), ("content", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{1}<｜tool▁call▁end｜>x")],
+            [("content", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{1}<｜tool▁call▁end｜>x")],
         ),
         ("pythonic", "[f(a=1, 5)]", [("f", '{"a": 1', "broken"), ("content", "[f(a=1, 5)]")]),
         ("pythonic", "[f(a=(1, 2))]", [("f", '{"a": ', "broken"), ("content", "[f(a=(1, 2))]")]),
@@ -325,15 +325,20 @@ def test_arguments_stream_as_they_come() -> None:
     assert [d.text for d in parser.feed("n!")] == ["\\n!"]
 
 
+def test_a_call_that_breaks_before_its_first_argument_has_promised_nothing() -> None:
+    for text in ('{"name": "f", "arguments": {city}}', '{"name": "f", "arguments": {"city', '{"name": "f", "arguments": {}, oops}'):
+        assert parse_everywhere(lambda: make("hermes"), f"<tool_call>{text}</tool_call>") == [("content", f"<tool_call>{text}</tool_call>")]
+
+
 def test_ids() -> None:
     (call,) = [d for d in make("hermes").feed('<tool_call>{"name": "f"}') if d.name]
     assert call.call_id is not None
     assert call.call_id.startswith("call_")
     assert len(call.call_id) == len("call_") + 24
-    (call,) = [d for d in make("mistral").feed("[TOOL_CALLS]f{") if d.name]
+    (call,) = [d for d in make("mistral").feed('[TOOL_CALLS]f{"a":') if d.name]
     assert call.call_id is not None
     assert len(call.call_id) == 9
-    (call,) = [d for d in make("mistral").feed("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{") if d.name]
+    (call,) = [d for d in make("mistral").feed("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}") if d.name]
     assert call.call_id == "abcdefghi"
 
 
