@@ -101,6 +101,8 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"guided_grammar": "root ::= "}, "guided_grammar"),
     ({"structural_tag": {}}, "structural_tag"),
     ({"structural_tag": "{"}, "structural_tag"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": None}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs"),

@@ -53,6 +53,8 @@ def _structured_outputs(body: GenerationFields) -> list[StructuredOutput]:
         ("grammar", "lark", given.grammar),
         ("structural_tag", "structural_tag", given.structural_tag),
     )
+    if all(getattr(given, name) is None for name in given.__struct_fields__):
+        raise bad_request("structured_outputs", f"needs one of {', '.join(given.__struct_fields__)}")
     return [StructuredOutput(f"structured_outputs.{name}", _spec(kind, value)) for name, kind, value in fields if value is not None]
 
 
