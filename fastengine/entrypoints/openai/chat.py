@@ -19,6 +19,7 @@ from fastengine.entrypoints.openai.response_types import (
     FunctionCall,
     TokenLogprob,
     ToolCall,
+    Usage,
 )
 from fastengine.entrypoints.responses import DONE_EVENT, EventWriter
 from fastengine.frontend.text_service import ModelText
@@ -102,7 +103,7 @@ class ChatEvents:
             return events + [self._chunks.delta(update.index, delta) for delta in deltas]
         if not deltas:
             deltas.append({"content": ""} if self._reader.passthrough else {})
-        events += [self._chunks.delta(update.index, delta) for delta in deltas[:-1]]
+        events += [self._chunks.delta(update.index, delta, usage=self._usage_so_far()) for delta in deltas[:-1]]
         events.append(self._full(update, deltas[-1]))
         return events
 
@@ -116,8 +117,12 @@ class ChatEvents:
             logprobs={"content": chat_logprobs(update.token_ids, update.logprobs, self._text.tokenizer)} if update.logprobs else None,
             finish_reason=self._reader.finish_reason(update),
             stop_reason=update.stop_reason,
-            usage=self._job.usage(self._stream.sequences) if self._continuous else None,
+            usage=self._usage_so_far(),
         )
+
+    def _usage_so_far(self) -> Usage | None:
+        """What every chunk has with ``continuous_usage_stats``."""
+        return self._job.usage(self._stream.sequences) if self._continuous else None
 
     def _first(self, update: TextUpdate) -> bytes:
         job = self._job
@@ -126,7 +131,7 @@ class ChatEvents:
             delta["prompt_token_ids"] = job.prompts[0].token_ids
         if update.prompt_logprobs is not None:
             delta["prompt_logprobs"] = prompt_logprobs(job.prompts[0].token_ids, update.prompt_logprobs, self._text.tokenizer)
-        return self._chunks.delta(update.index, delta)
+        return self._chunks.delta(update.index, delta, usage=self._usage_so_far())
 
     def end(self) -> list[bytes]:
         usage = [self._chunks.usage(self._job.usage(self._stream.sequences))] if self._include_usage else []
