@@ -7,6 +7,9 @@ are run until every sequence has crossed its block boundaries many times, so gro
 Each row is measured several times: the mean of the median run and of the best one, then the median run's
 percentiles. The prefix cache and overlap are on, and so is the host tier with --host-blocks.
 
+With --churn requests don't only decode: whenever one ends another takes its place, so starting, ending, looking
+prefixes up and evicting them are part of the figure, and its last column, the worst step, is what to look at.
+
 vLLM's scheduler runs under the same load, row by row, in an environment of its own: --vllm-python names its
 Python, --install-vllm makes one (3.5 GB) where there is none.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import statistics
@@ -48,6 +52,7 @@ class Load:
     host_blocks: int = 0
     pool_blocks: int = 0  # 0: as many as the load needs
     history: bool = False
+    churn: bool = False
 
     @property
     def max_len(self) -> int:
@@ -65,8 +70,9 @@ def answer(plan: StepPlan) -> StepResult:
     return StepResult(step_id=plan.step_id, slots=slots, token_ids=tokens)
 
 
-def loaded_engine(load: Load) -> EngineCore:
-    """An engine whose ``load.running`` requests have different prompts of ``load.context`` tokens and run."""
+def empty_engine(load: Load, rng: np.random.Generator) -> EngineCore:
+    """An engine without requests; with ``load.history`` its pool is full of what earlier ones left."""
+    PENDING.clear()
     num_blocks = max(load.pool_blocks, load.needed_blocks)
     config = EngineConfig.from_flags(
         model="bench",
@@ -79,10 +85,18 @@ def loaded_engine(load: Load) -> EngineCore:
         max_queued_tokens=1 << 40,
         overlap=load.overlap,
     )
+    gc.unfreeze()
     engine = EngineCore(config, ModelLimits(load.max_len, VOCAB_SIZE, (EOS,)), num_blocks, load.host_blocks)
-    rng = np.random.default_rng(0)
+    gc.freeze()  # as the engine process does
     if load.history:
         leave_history(engine, load, rng, num_blocks)
+    return engine
+
+
+def loaded_engine(load: Load) -> EngineCore:
+    """An engine whose ``load.running`` requests have different prompts of ``load.context`` tokens and run."""
+    rng = np.random.default_rng(0)
+    engine = empty_engine(load, rng)
     for i in range(load.running):
         # Lengths differ, so that block boundaries are spread evenly over steps.
         add_request(engine, rng, f"r{i}", i % load.clients, i, load.context - i % load.block_size, 2 * load.steps + 32)
@@ -125,7 +139,8 @@ PENDING: list[StepPlan] = []
 
 def measure(load: Load) -> list[float]:
     """Thread CPU microseconds of each step."""
-    PENDING.clear()
+    if load.churn:
+        return measure_churn(load)
     engine = loaded_engine(load)
     times = []
     for _ in range(load.steps):
@@ -145,6 +160,32 @@ def measure(load: Load) -> list[float]:
         engine.take_responses()
         times.append((time.thread_time_ns() - start) / 1000)
         assert sum(len(batch.handles) // 8 for batch in outputs.values()) == load.running
+    return times
+
+
+# Most tokens that a request of measure_churn() samples: all numbers up to it come up equally often.
+CHURN_TOKENS = 32
+
+
+def measure_churn(load: Load) -> list[float]:
+    """The same of steps in which as many requests of new prompts start as have ended before: ``load.running`` are there at any time."""
+    rng = np.random.default_rng(0)
+    engine = empty_engine(load, rng)
+    times, num_added, num_ended = [], 0, 0
+    for _ in range(load.steps):
+        while num_added - num_ended < load.running:
+            add_request(engine, rng, f"c{num_added}", num_added % load.clients, num_added, load.context, 1 + num_added % CHURN_TOKENS)
+            num_added += 1
+        start = time.thread_time_ns()
+        while (plan := engine.schedule()) is not None:
+            PENDING.append(plan)
+        spent = time.thread_time_ns() - start
+        result = answer(PENDING.pop(0))
+        start = time.thread_time_ns()
+        engine.process_result(result)
+        outputs = engine.take_outputs()
+        times.append((time.thread_time_ns() - start + spent) / 1000)
+        num_ended += sum(output.finish_reason is not None for batch in outputs.values() for output in batch.details)
     return times
 
 
@@ -185,7 +226,8 @@ def row(name: str, load: Load, measured: Callable[[Load], list[float]], repeats:
     mean = statistics.fmean(median)
     p50, p99 = np.percentile(median, [50, 99])
     target = f"{targets[running]:>8.0f}" if running in targets else f"{'-':>8}"
-    return f"{name:>11} {running:>8} {context:>8} {mean:>9.1f} {best:>9.1f} {target} {p50:>9.1f} {p99:>9.1f} {mean * 1000 / running:>11.0f}"
+    cost = f"{mean:>9.1f} {best:>9.1f} {target} {p50:>9.1f} {p99:>9.1f} {mean * 1000 / running:>11.0f} {max(median):>9.0f}"
+    return f"{name:>11} {running:>8} {context:>8} {cost}"
 
 
 def main() -> None:
@@ -199,21 +241,36 @@ def main() -> None:
     parser.add_argument("--host-blocks", type=int, default=0, help="KV blocks of the host tier")
     parser.add_argument("--pool-blocks", type=int, default=0, help="KV blocks of every row; default: as many as it needs")
     parser.add_argument("--history", action="store_true", help="start with a pool that is full of what earlier requests left")
+    parser.add_argument("--churn", action="store_true", help="let requests end and start all the time")
     parser.add_argument("--no-overlap", action="store_true")
     vllm = parser.add_mutually_exclusive_group()
     vllm.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="measure vLLM's scheduler, too, with this Python that has vLLM")
     vllm.add_argument("--install-vllm", type=Path, metavar="DIR", help="the same with the virtual environment DIR, made if need be")
     parser.add_argument("--vllm-steps", type=int, default=100, help="steps of vLLM's one run a row: it needs some twenty times as long")
     args = parser.parse_args()
+    if args.churn and (args.vllm_python or args.install_vllm):
+        parser.error("vLLM's scheduler is measured in steady decode alone, not with --churn")
     vllm_python = vllm_environment(args.install_vllm) if args.install_vllm else args.vllm_python
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores; {args.repeats} runs of {args.steps} steps a row")
-    print(f"{'engine':>11} {'running':>8} {'context':>8} {'mean us':>9} {'best us':>9} {'target':>8} {'p50 us':>9} {'p99 us':>9} {'ns/request':>11}")
+    print(
+        f"{'engine':>11} {'running':>8} {'context':>8} {'mean us':>9} {'best us':>9} {'target':>8} {'p50 us':>9} {'p99 us':>9} {'ns/request':>11} {'worst us':>9}"
+    )
     for running in args.running:
         for context in args.context:
             load = Load(
-                running, context, args.steps, args.block_size, not args.no_overlap, args.clients, args.host_blocks, args.pool_blocks, args.history
+                running,
+                context,
+                args.steps,
+                args.block_size,
+                not args.no_overlap,
+                args.clients,
+                args.host_blocks,
+                args.pool_blocks,
+                args.history,
+                args.churn,
             )
-            print(row("fastengine", load, measure, args.repeats), flush=True)
+            targets = {} if args.churn else TARGETS_US
+            print(row("fastengine", load, measure, args.repeats, targets), flush=True)
             if vllm_python is not None:
                 shorter = dataclasses.replace(load, steps=args.vllm_steps)
                 print(row("vllm", shorter, lambda load: vllm_times(vllm_python, load), 1, targets={}), flush=True)

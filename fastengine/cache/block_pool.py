@@ -11,9 +11,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
+from fastengine.cache.lru_order import LruOrder
 from fastengine.cache.prefix_index import PrefixIndex
 
 
@@ -25,10 +25,10 @@ class BlockPool:
     """Reference counts, blank blocks, and the least-recently-used order of retained ones.
 
     A retained block belongs to nobody but its content is still known to ``index``; it is given out
-    again when no blank block is left. ``on_evict(block, key)`` is called before its content is lost.
+    again when no blank block is left. ``on_evict(blocks, keys)`` is called before their content is lost.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex, on_evict: Callable[[int, bytes], None] | None = None):
+    def __init__(self, num_blocks: int, index: PrefixIndex, on_evict: Callable[[list[int], list[bytes]], None] | None = None):
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -37,7 +37,7 @@ class BlockPool:
         self._index = index
         self._on_evict = on_evict
         self._blank = list(range(num_blocks - 1, -1, -1))
-        self._retained: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._retained = LruOrder(num_blocks)
 
     @property
     def num_blank(self) -> int:
@@ -70,14 +70,11 @@ class BlockPool:
         return blocks
 
     def _evict(self, count: int) -> None:
-        for _ in range(count):
-            block, _none = self._retained.popitem(last=False)
-            if self._on_evict is not None:
-                key = self._index.key_of[block]
-                assert key is not None
-                self._on_evict(block, key)
-            self._index.forget(block)
-            self._blank.append(block)
+        blocks = self._retained.pop_oldest(count)
+        keys = self._index.take_out(blocks)
+        if self._on_evict is not None:
+            self._on_evict(blocks, keys)
+        self._blank += blocks
         self.num_evictions += count
 
     def acquire(self, blocks: Sequence[int]) -> None:
@@ -85,7 +82,7 @@ class BlockPool:
         references = self.references
         for block in blocks:
             if references[block] == 0:
-                del self._retained[block]
+                self._retained.remove(block)
             references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -95,6 +92,7 @@ class BlockPool:
         """
         references = self.references
         key_of = self._index.key_of
+        unowned = []
         for block in reversed(blocks):
             left = references[block] - 1
             if left < 0:
@@ -104,7 +102,8 @@ class BlockPool:
                 if key_of[block] is None:
                     self._blank.append(block)
                 else:
-                    self._retained[block] = None
+                    unowned.append(block)
+        self._retained.extend(unowned)
 
     def num_unowned(self, blocks: Sequence[int]) -> int:
         """How many of ``blocks`` are retained, not owned: acquiring them takes from ``num_available``."""
@@ -113,9 +112,8 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """The content of ``block`` must not be found again; if nobody holds it, it becomes blank."""
-        self._index.forget(block)
-        if block in self._retained:
-            del self._retained[block]
+        if self._index.forget(block) and not self.references[block]:
+            self._retained.remove(block)
             self._blank.append(block)
 
     def forget_all(self) -> int:
@@ -141,4 +139,5 @@ class BlockPool:
             assert self._index.key_of[block] is None, f"blank block {block} has a key"
         for block in retained:
             assert self._index.key_of[block] is not None, f"retained block {block} has no key"
+        self._retained.check()
         self._index.check()

@@ -3,7 +3,7 @@
 Blocks of one sequence and what is known of them::
 
     block_ids   | hit | hit | own | own | own | own |      hits are shared, never written again
-    keys        | k0  | k1  | k2  | k3  | k4  |            of every full block of known tokens
+    keys        | k0  | k1  | k2  | k3  |                  of full blocks; of decoded ones from when the sequence leaves
     registered  <------- num_registered ->|                these can be hit by others
 
 A block may be registered as soon as the step that fills it is *planned*: workers run plans in order, so
@@ -23,11 +23,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from fastengine.cache.block_pool import BlockPool
 from fastengine.cache.host_tier import HostTier
-from fastengine.cache.prefix_index import KEY_BYTES, PrefixIndex, chain_keys
+from fastengine.cache.prefix_index import PrefixIndex, chain_keys
 
 TOKEN_BYTES = 4
 # Tokens whose KV one plan may copy in each direction: what bounds the time that copying adds to a step.
@@ -90,7 +89,7 @@ class KVCacheManager:
         self.num_blocks = num_blocks
         self.index = PrefixIndex(num_blocks)
         self.host = HostTier(num_host_blocks)
-        self.pool = BlockPool(num_blocks, self.index, self._note_eviction if num_host_blocks else None)
+        self.pool = BlockPool(num_blocks, self.index, self._note_evictions if num_host_blocks else None)
         self.max_swaps = max_swaps or max(1, MAX_SWAPPED_TOKENS // block_size)
         self._block_bytes = block_size * TOKEN_BYTES
         # Keys of blocks that a running sequence is about to fill, and which.
@@ -107,7 +106,7 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def identify(self, sequence: SequenceBlocks, root: bytes, tokens: bytes) -> None:
+    def identify(self, sequence: SequenceBlocks, root: bytes, tokens: bytes | memoryview) -> None:
         """Compute the keys of ``tokens`` (int32 bytes; all known ones) unless they are there already."""
         if not self.enable_prefix_caching:
             return
@@ -128,7 +127,7 @@ class KVCacheManager:
         num_on_host = 0
         if len(self.host):
             for key in sequence.keys[len(blocks) : limit]:
-                block = self.index.block_of.get(key)
+                block = self.index.find(key)
                 if block is None:
                     if key not in self.host:
                         break
@@ -218,8 +217,8 @@ class KVCacheManager:
         self._evicted, self._swap_in, self._read_by_plan = [], [], []
         return swap_out, swap_in, saved
 
-    def _note_eviction(self, block: int, key: bytes) -> None:
-        self._evicted.append((block, key))
+    def _note_evictions(self, blocks: list[int], keys: list[bytes]) -> None:
+        self._evicted += zip(blocks, keys, strict=True)
 
     # -- computing ------------------------------------------------------------------------------
 
@@ -232,24 +231,11 @@ class KVCacheManager:
             self._disclaim(key, sequence)
         sequence.num_registered = max(sequence.num_registered, full)
 
-    def grow_decoding(self, sequences: Sequence[SequenceBlocks], last_blocks: Sequence[memoryview]) -> list[int]:
-        """One more block for each sequence, whose table is full; the completed block becomes findable.
-
-        ``last_blocks``: int32[block_size] as bytes, the tokens of each sequence's last block. Returns the new
-        block ids. Raises OutOfBlocks. This is the one loop that steady decoding spends time in.
-        """
+    def grow_decoding(self, sequences: Sequence[SequenceBlocks]) -> list[int]:
+        """One more block for each sequence, whose table is full. Returns the new block ids. Raises OutOfBlocks."""
         blocks = self.pool.allocate(len(sequences))
-        block_of, key_of = self.index.block_of, self.index.key_of
-        for sequence, block, tokens in zip(sequences, blocks, last_blocks, strict=True):
-            block_ids, keys, root = sequence.block_ids, sequence.keys, sequence.root
-            if root is not None and len(keys) < len(block_ids):
-                key = blake2b((keys[-1] if keys else root) + tokens, digest_size=KEY_BYTES).digest()
-                keys.append(key)
-                sequence.num_registered = len(keys)
-                full = block_ids[-1]
-                if block_of.setdefault(key, full) == full:
-                    key_of[full] = key
-            block_ids.append(block)
+        for sequence, block in zip(sequences, blocks, strict=True):
+            sequence.block_ids.append(block)
         return blocks
 
     def release(self, sequence: SequenceBlocks) -> None:

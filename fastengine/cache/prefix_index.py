@@ -25,8 +25,8 @@ def root_key(weights_epoch: int, adapter: str, salt: str) -> bytes:
     return blake2b(framed, digest_size=KEY_BYTES).digest()
 
 
-def chain_keys(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
-    """Keys of the full blocks of ``tokens`` (little-endian int32), the first chained to ``parent``.
+def chain_keys(parent: bytes, tokens: bytes | memoryview, block_bytes: int) -> list[bytes]:
+    """Keys of the full blocks of ``tokens`` (little-endian int32, as bytes), the first chained to ``parent``.
 
     A tail shorter than ``block_bytes`` has no key.
     """
@@ -40,24 +40,29 @@ def chain_keys(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
 class PrefixIndex:
     """The maps key -> block and block -> key; each the inverse of the other.
 
-    Owns no block: the pool decides when a block's content is lost and then calls :meth:`forget`.
-    ``block_of`` and ``key_of`` are read directly on the hot path and written only here and in
-    :meth:`fastengine.cache.kv_cache_manager.KVCacheManager.grow_decoding`.
+    Owns no block: the pool decides when a block's content is lost and then calls :meth:`forget` or :meth:`take_out`.
+    ``key_of`` is read directly on the hot path and written only here.
     """
 
     def __init__(self, num_blocks: int):
-        self.block_of: dict[bytes, int] = {}
         self.key_of: list[bytes | None] = [None] * num_blocks
+        # By a key's first byte. A dictionary whose entries come and go is rebuilt now and then; these are at different times,
+        # and none takes long.
+        self._block_of: list[dict[bytes, int]] = [{} for _ in range(256)]
 
     def __len__(self) -> int:
-        return len(self.block_of)
+        return sum(map(len, self._block_of))
+
+    def find(self, key: bytes) -> int | None:
+        """The block that holds ``key``."""
+        return self._block_of[key[0]].get(key)
 
     def match(self, keys: Sequence[bytes], limit: int) -> list[int]:
         """Blocks of the longest run of known keys, at most ``limit`` of them."""
-        block_of = self.block_of
+        block_of = self._block_of
         blocks = []
         for key in keys[:limit]:
-            block = block_of.get(key)
+            block = block_of[key[0]].get(key)
             if block is None:
                 break
             blocks.append(block)
@@ -65,21 +70,35 @@ class PrefixIndex:
 
     def register(self, key: bytes, block: int) -> None:
         """``block`` now holds ``key``. When another block holds the same, that one stays the known one."""
-        if key not in self.block_of:
-            self.block_of[key] = block
+        if self._block_of[key[0]].setdefault(key, block) == block:
             self.key_of[block] = key
 
-    def forget(self, block: int) -> None:
-        key = self.key_of[block]
-        if key is not None:
-            self.key_of[block] = None
-            del self.block_of[key]
+    def forget(self, block: int) -> bool:
+        """``block`` is not found again; returns whether it would have been."""
+        known = self.key_of[block] is not None
+        if known:
+            self.take_out([block])
+        return known
+
+    def take_out(self, blocks: Sequence[int]) -> list[bytes]:
+        """``blocks``, all of which can be found, are not found again; returns their keys."""
+        key_of, block_of = self.key_of, self._block_of
+        keys = []
+        for block in blocks:
+            key = key_of[block]
+            assert key is not None
+            key_of[block] = None
+            del block_of[key[0]][key]
+            keys.append(key)
+        return keys
 
     def clear(self) -> None:
-        self.block_of.clear()
+        for blocks in self._block_of:
+            blocks.clear()
         self.key_of = [None] * len(self.key_of)
 
     def check(self) -> None:
         """Raise AssertionError unless the two maps are inverse to each other."""
         forward = {key: block for block, key in enumerate(self.key_of) if key is not None}
-        assert forward == self.block_of, "prefix index: key_of and block_of disagree"
+        backward = {key: block for blocks in self._block_of for key, block in blocks.items()}
+        assert forward == backward, "prefix index: block -> key and key -> block disagree"

@@ -108,7 +108,7 @@ class ResourceManager:
             return draft
         due = slots.due()
         if due:
-            full = [slot for slot in due if slots.is_full(slot)]
+            full = slots.full(due)
             if len(full) > self.kv.num_available:
                 return None
             if full:
@@ -117,8 +117,7 @@ class ResourceManager:
         return draft
 
     def _grow(self, full: list[int], draft: StepDraft) -> None:
-        sequences, contents = self._slots.grow(full)
-        blocks = self.kv.grow_decoding(sequences, contents)
+        blocks = self.kv.grow_decoding(self._slots.grow(full))
         draft.grown_slots = pack_token_ids(full)
         draft.grown_blocks = pack_token_ids(blocks)
 
@@ -229,7 +228,6 @@ class ResourceManager:
     def release(self, request: RequestState) -> None:
         """Take ``request``, in whatever live state, out of slots, blocks and waiting room."""
         if request.status is RequestStatus.RUNNING:
-            self._register_all(request)
             self._vacate(request)
         elif request.status is RequestStatus.WAITING_KV:
             if self._starter.is_restoring(request):
@@ -245,18 +243,22 @@ class ResourceManager:
             self.kv.disown(request.blocks, (request.num_cached or 0) // self.kv.block_size)
 
     def _register_all(self, request: RequestState) -> None:
-        """Let every full block of ``request`` be found: whoever finds one runs in a later plan."""
+        """Let every full block of ``request``, which is about to leave, be found: whoever finds one runs in a later plan.
+
+        What it decoded is identified here and not as it comes: that keeps the keys' cost out of every step.
+        """
         slot, blocks = request.slot, request.blocks
         if blocks.root is None:
             return
         computed = min(self._slots.num_computed(slot), self._slots.num_known(slot))
         if computed // self.kv.block_size > len(blocks.keys):
-            self.kv.identify(blocks, blocks.root, self._slots.tokens[slot, :computed].tobytes())
+            self.kv.identify(blocks, blocks.root, self._slots.tokens[slot, :computed].data.cast("B"))
         self.kv.register(blocks, computed)
 
     def _vacate(self, request: RequestState) -> None:
         if request in self._prefilling:
             self._prefilling.remove(request)
+        self._register_all(request)
         self._slots.leave(request)
         self.kv.release(request.blocks)
         self._waiting.is_settled = False

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from fastengine.cache.kv_cache_manager import SequenceBlocks
 from fastengine.engine.request_state import RequestState, Tokens
-from fastengine.protocol.tokens import TOKEN_DTYPE, pack_token_ids
+from fastengine.protocol.tokens import pack_token_ids
 
 Index = npt.NDArray[np.int64]
 
@@ -64,8 +64,6 @@ class SlotTable:
         # One column more than the model's length: the token sampled at its last position. Pages are touched only as far as sequences reach.
         self.tokens: Tokens = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
         self._flat_tokens: Tokens = self.tokens.reshape(-1)
-        self._token_bytes = self._flat_tokens.data.cast("B")
-        self._row_bytes = (max_model_len + 1) * TOKEN_DTYPE.itemsize
         self.handles: Index = np.zeros(num_slots, dtype=np.int64)
         self.clients: Index = np.zeros(num_slots, dtype=np.int64)
         self.requests: list[RequestState | None] = [None] * num_slots
@@ -75,7 +73,6 @@ class SlotTable:
         self._computed = [0] * num_slots
         self._tick = 0
         self._due: dict[int, dict[int, None]] = {}  # tick -> decoding slots that reach their limit then
-        self._due_at = [0] * num_slots
         # Known tokens; the open batch's rows have _num_pending more.
         self._known: Index = np.zeros(num_slots, dtype=np.int64)
         self._open_batch: DecodeBatch | None = None
@@ -151,22 +148,28 @@ class SlotTable:
     def start_decoding(self, slot: int) -> None:
         self._decoding[slot] = True
         self._computed[slot] -= self._tick
-        self._schedule(slot)
+        self._due.setdefault(self._limit_at(slot), {})[slot] = None
         self._batch = None
 
     def stop_decoding(self, slot: int) -> None:
         if self._decoding[slot]:
             self._decoding[slot] = False
-            self._computed[slot] += self._tick
-            due = self._due[self._due_at[slot]]
+            at = self._limit_at(slot)
+            due = self._due[at]
             del due[slot]
             if not due:
-                del self._due[self._due_at[slot]]
+                del self._due[at]
+            self._computed[slot] += self._tick
             self._batch = None
 
     def due(self) -> list[int]:
         """Decoding slots whose next position is their limit."""
         return list(self._due.get(self._tick, ()))
+
+    def full(self, due: list[int]) -> list[int]:
+        """Those slots of :meth:`due` whose next position lies behind their last block."""
+        computed, tick, capacity = self._computed, self._tick, self.capacity
+        return [slot for slot in due if computed[slot] + tick >= capacity[slot]]
 
     def advance(self, due: list[int]) -> list[int]:
         """Every decoding slot computes one more position. ``due``: those of :meth:`due`, grown where full.
@@ -175,42 +178,41 @@ class SlotTable:
         """
         ended = []
         if due:
-            del self._due[self._tick]
-        for slot in due:
-            if self._computed[slot] + self._tick == self.last_position[slot]:
-                ended.append(slot)
+            computed, tick, capacity, last_position = self._computed, self._tick, self.capacity, self.last_position
+            del self._due[tick]
+            filled_at = tick + self._block_size  # when most of them will have filled the block they have just gained
+            filled = self._due.setdefault(filled_at, {})
+            for slot in due:
+                last = last_position[slot]
+                start = computed[slot]
+                if start + tick == last:
+                    ended.append(slot)
+                elif (at := min(capacity[slot], last) - start) == filled_at:
+                    filled[slot] = None
+                else:
+                    self._due.setdefault(at, {})[slot] = None
+            if not filled:
+                del self._due[filled_at]
+            for slot in ended:
                 self._decoding[slot] = False
-                self._computed[slot] += self._tick + 1
+                computed[slot] += tick + 1
                 self._batch = None
-            else:
-                self._schedule(slot)
         self._tick += 1
         return ended
 
-    def _schedule(self, slot: int) -> None:
-        at = min(self.capacity[slot], self.last_position[slot]) - self._computed[slot]
-        self._due_at[slot] = at
-        self._due.setdefault(at, {})[slot] = None
+    def _limit_at(self, slot: int) -> int:
+        """The tick at which a decoding slot reaches its limit."""
+        return min(self.capacity[slot], self.last_position[slot]) - self._computed[slot]
 
-    def is_full(self, slot: int) -> bool:
-        """Whether the next position of a decoding slot lies behind its last block."""
-        return self._computed[slot] + self._tick >= self.capacity[slot]
-
-    def grow(self, full: list[int]) -> tuple[list[SequenceBlocks], list[memoryview]]:
-        """Each of these slots gains one block.
-
-        Returns the blocks of each and the tokens in its present last block, int32[block_size] as bytes.
-        """
-        row_bytes, block_bytes = self._row_bytes, self._block_size * TOKEN_DTYPE.itemsize
-        sequences, contents = [], []
+    def grow(self, full: list[int]) -> list[SequenceBlocks]:
+        """Each of these slots gains one block; returns the blocks of each."""
+        sequences = []
         for slot in full:
-            request, capacity = self.requests[slot], self.capacity[slot]
+            request = self.requests[slot]
             assert request is not None
-            end = slot * row_bytes + capacity * TOKEN_DTYPE.itemsize
             sequences.append(request.blocks)
-            contents.append(self._token_bytes[end - block_bytes : end])
-            self.capacity[slot] = capacity + self._block_size
-        return sequences, contents
+            self.capacity[slot] += self._block_size
+        return sequences
 
     # -- known tokens ---------------------------------------------------------------------------
 

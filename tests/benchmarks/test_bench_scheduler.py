@@ -20,6 +20,13 @@ def test_each_step_is_measured(overlap: bool) -> None:
     assert all(time > 0 for time in times)
 
 
+def test_with_churn_requests_start_and_end_all_the_time() -> None:
+    load = Load(running=4, context=20, steps=40, block_size=16, overlap=True, clients=2, pool_blocks=40, history=True, churn=True)
+    times = measure(load)
+    assert len(times) == 40
+    assert all(time > 0 for time in times)
+
+
 def test_a_row_shows_the_median_and_the_best_run() -> None:
     runs = [[30.0, 30.0], [10.0, 10.0], [20.0, 20.0]]
     load = Load(running=32, context=128, steps=2, block_size=16, overlap=True, clients=1)

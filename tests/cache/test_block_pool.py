@@ -15,7 +15,7 @@ from fastengine.cache.prefix_index import PrefixIndex
 def make_pool(num_blocks: int) -> tuple[BlockPool, PrefixIndex, list[tuple[int, bytes]]]:
     index = PrefixIndex(num_blocks)
     evicted: list[tuple[int, bytes]] = []
-    return BlockPool(num_blocks, index, lambda block, key: evicted.append((block, key))), index, evicted
+    return BlockPool(num_blocks, index, lambda blocks, keys: evicted.extend(zip(blocks, keys, strict=True))), index, evicted
 
 
 def test_allocate_gives_each_block_once_and_refuses_more() -> None:
@@ -117,8 +117,8 @@ def test_random_holders_balance(num_blocks: int, events: list[tuple[str, int, in
     for kind, a, b in events:
         if kind == "a" and a <= pool.num_available:
             sequences.append(pool.allocate(a))
-        elif kind == "h" and index.block_of:
-            hit = list(index.block_of.values())[: a + 1]
+        elif kind == "h" and len(index):
+            hit = [block for block, key in enumerate(index.key_of) if key is not None][: a + 1]
             pool.acquire(hit)
             sequences.append(hit)
         elif kind == "r" and sequences:

@@ -72,22 +72,22 @@ def test_a_claim_ends_with_its_owner() -> None:
     assert not kv.is_being_computed(probe, 0, 9)
 
 
-def test_growing_registers_the_block_that_became_full() -> None:
+def test_what_decoding_filled_is_found_once_it_is_identified_and_registered() -> None:
     kv = KVCacheManager(20, SIZE, enable_prefix_caching=True)
-    sequence, _ = admitted(kv, packed(1, 2, 3))
-    kv.register(sequence, 3)
-    kv.grow_decoding([sequence], [memoryview(packed(1, 2, 3, 9))])
-    assert len(sequence.block_ids) == 2
-    probe = SequenceBlocks()
-    kv.identify(probe, ROOT, packed(1, 2, 3, 9, 5))
-    assert kv.lookup(probe, 5).blocks == sequence.block_ids[:1]
-    # A prompt that fills its last block exactly has registered it already: growing must not chain it again.
-    exact, _ = admitted(kv, packed(7, 7, 7, 7))
-    kv.register(exact, 4)
-    keys = list(exact.keys)
-    kv.grow_decoding([exact], [memoryview(packed(7, 7, 7, 7))])
-    assert exact.keys == keys
-    kv.check([sequence, exact])
+    # The second prompt fills its only block: the key that it has must stay the first of its chain.
+    for tokens in [(1, 2, 3), (7, 7, 7, 7)]:
+        sequence, _ = admitted(kv, packed(*tokens))
+        kv.register(sequence, len(tokens))
+        assert kv.grow_decoding([sequence]) == sequence.block_ids[1:]
+        probe = SequenceBlocks()
+        known = packed(*tokens, 9, 9, 9, 9, 9)
+        kv.identify(probe, ROOT, known)
+        assert kv.lookup(probe, 8).blocks == (sequence.block_ids[:1] if len(tokens) == SIZE else [])
+        kv.identify(sequence, ROOT, known)
+        kv.register(sequence, len(tokens) + 4)
+        assert kv.lookup(probe, len(known) // 4).blocks == sequence.block_ids[: (len(tokens) + 4) // SIZE]
+        kv.check([sequence])
+        kv.release(sequence)
 
 
 def test_can_allocate_counts_hits_that_nobody_holds() -> None:
@@ -128,7 +128,7 @@ def test_without_caching_nothing_has_keys() -> None:
     kv = KVCacheManager(20, SIZE, enable_prefix_caching=False)
     first, _ = admitted(kv, packed(*range(12)))
     kv.register(first, 12)
-    kv.grow_decoding([first], [memoryview(packed(8, 9, 10, 11))])
+    kv.grow_decoding([first])
     kv.release(first)
     assert admitted(kv, packed(*range(12)))[1] == 0
     assert len(kv.index) == 0

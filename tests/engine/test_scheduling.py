@@ -8,6 +8,7 @@ from fastengine.engine.admitter import MAX_BYPASSES, MAX_STARTED_BYTES
 from fastengine.engine.request_state import RequestStatus
 from fastengine.ipc.channels import ENCODER
 from fastengine.ipc.worker_link import MIN_RING_BYTES
+from fastengine.protocol.control import Pause, Resume
 from fastengine.protocol.requests import GrammarSpec
 from tests.engine.driver import Driver, Received
 from tests.engine.fake_worker import ints
@@ -150,6 +151,26 @@ def test_a_second_turn_finds_the_first_ones_output(overlap: bool) -> None:
     driver.run()
     assert again.num_cached == 16  # the last token is always computed
     assert_right(again)
+
+
+def test_what_was_decoded_is_found_after_an_abort_and_by_whoever_is_preempted(overlap: bool) -> None:
+    driver = Driver(overlap=overlap)
+    first = driver.add(prompt(1, 20), max_tokens=100, ignore_eos=True)
+    while len(first.tokens) < 30:
+        driver.turn()
+    assert driver.call(Pause(mode="retract")).error is None
+    assert status(driver, first) is RequestStatus.PREEMPTED
+    assert driver.call(Resume()).error is None
+    while len(first.tokens) < 50:
+        driver.turn()
+    # Of what it had, no more than its last, half full block is computed again, and the last token.
+    assert counter(driver, "num_preemptions") == 1
+    assert 0 < counter(driver, "recomputed_tokens") <= driver.config.cache.block_size + 1
+    driver.abort(first)
+    driver.run()
+    num_full = (20 + len(first.tokens) - 1) // driver.config.cache.block_size
+    assert driver.add_and_run(prompt(1, 20) + first.tokens + [5, 6, 7], max_tokens=2).num_cached == num_full * driver.config.cache.block_size
+    driver.assert_idle()
 
 
 @pytest.mark.parametrize("field", ["cache_salt", "adapter"])
