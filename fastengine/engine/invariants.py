@@ -12,6 +12,7 @@ def check_engine(table: RequestTable, slots: SlotTable, waiting: WaitingRoom, re
     """Raise AssertionError when table, slots, waiting room and blocks contradict each other."""
     resources.check(request.blocks for request in table)
     block_size = resources.kv.block_size
+    slots.check()
     running = slots.running()
     assert len(running) == slots.num_used, f"{len(running)} requests in {slots.num_used} used slots"
     assert {r.request_id for r in running} == {r.request_id for r in table if r.status is RequestStatus.RUNNING}, "running requests and slots differ"

@@ -214,6 +214,14 @@ class SlotTable:
             self.capacity[slot] += self._block_size
         return sequences
 
+    def check(self) -> None:
+        """Raise AssertionError unless the calendar has every decoding slot at its limit, and nothing else."""
+        expected: dict[int, set[int]] = {}
+        for slot in self._decoding.nonzero()[0].tolist():
+            expected.setdefault(self._limit_at(slot), set()).add(slot)
+        calendar = {at: set(slots) for at, slots in self._due.items()}
+        assert calendar == expected, f"tick {self._tick}: the calendar has {calendar}, should have {expected}"
+
     # -- known tokens ---------------------------------------------------------------------------
 
     def num_known(self, slot: int) -> int:
