@@ -25,6 +25,7 @@ from fastengine.frontend.http_server import HttpServer
 from fastengine.frontend.load_board import LoadBoard
 from fastengine.frontend.request_manager import RequestManager
 from fastengine.frontend.request_traces import RequestTraces
+from fastengine.frontend.shares import Shares
 from fastengine.frontend.text_service import ModelText, TextService, load_model_text
 from fastengine.ipc.process import EXIT_HOPELESS, die_with_parent, wake_without_preempting
 from fastengine.ipc.runtime_dir import RuntimeDir
@@ -53,7 +54,7 @@ def build_front_end(config: EngineConfig, runtime_dir: RuntimeDir, client_index:
     return FrontEnd(config, engine, manager, text, HttpMetrics(runtime_dir, client_index), board, traces)
 
 
-async def serve(front: FrontEnd, listener: socket.socket) -> int:
+async def serve(front: FrontEnd, listener: socket.socket, shares: Shares | None) -> int:
     """Run until a signal comes; the exit code."""
     watchdog = EventLoopWatchdog(front.config.parallel.watchdog_timeout)
     server = HttpServer(
@@ -62,6 +63,7 @@ async def serve(front: FrontEnd, listener: socket.socket) -> int:
         begin_shutdown=front.begin_shutdown,
         end_requests=front.end_requests,
         on_refused=front.http_metrics.count_refused,
+        shares=shares,
     )
     exit_code = 0
 
@@ -106,7 +108,8 @@ def main() -> int:
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    return asyncio.run(serve(front, listener))
+    shares = Shares.of(runtime_dir, args.client_index, config.server.api_workers)
+    return asyncio.run(serve(front, listener, shares))
 
 
 if __name__ == "__main__":

@@ -82,15 +82,18 @@ class TimedProtocol(StrictProtocol):
         on_made: Callable[[asyncio.Protocol], int],
         on_all_closed: Callable[[], None],
         on_refused: Callable[[int], None],
+        on_busy: Callable[[asyncio.Protocol, bool], None],
     ):
         """``on_made(self)`` is told of the connection, and returns how many are open that are not made yet; ``on_all_closed`` is called
-        whenever the last open connection has been closed, ``on_refused`` with the status of what no application has answered."""
+        whenever the last open connection has been closed, ``on_refused`` with the status of what no application has answered, ``on_busy(self, whether)``
+        when a request is under way here, and when none is any more."""
         super().__init__(config, server_state, app_state, _loop)
         self._read_timeout_s = read_timeout_s
         self._max_connections = max_connections
         self._on_made = on_made
         self._on_all_closed = on_all_closed
         self._on_refused = on_refused
+        self._on_busy = on_busy
         self._clock: ReadClock | None = None
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -111,6 +114,7 @@ class TimedProtocol(StrictProtocol):
         super().connection_lost(exc)
         # uvicorn leaves it running when the client reset the connection: with that, all of it for as long as the idle may stay.
         self._unset_keepalive_if_required()
+        self._on_busy(self, False)
         if not self.connections:
             self._on_all_closed()
 
@@ -127,6 +131,11 @@ class TimedProtocol(StrictProtocol):
 
     def head_read(self) -> None:
         self.scope[DIRECT_BODY] = DirectBody(self.cycle)
+        self._on_busy(self, True)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._on_busy(self, self._running is not None and not self._running.response_complete)
 
     def request_read(self) -> None:
         if self._clock is not None:

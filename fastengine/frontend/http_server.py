@@ -16,8 +16,9 @@ from typing import Any
 import uvicorn
 
 from fastengine.config import ServerConfig
+from fastengine.frontend.door import Door
 from fastengine.frontend.http_protocol import TimedProtocol
-from fastengine.frontend.tls_door import TlsDoor
+from fastengine.frontend.shares import Shares
 
 logger = logging.getLogger(__name__)
 # Longer than most clients and load balancers keep an idle connection, so that they close it, not we.
@@ -48,13 +49,16 @@ class HttpServer(uvicorn.Server):
         begin_shutdown: Callable[[], None] = lambda: None,
         end_requests: Callable[[], int] = lambda: 0,
         on_refused: Callable[[int], None] = lambda status: None,
+        shares: Shares | None = None,
     ):
         self._drain_s = server.shutdown_timeout
         self._handshake_s = min(server.request_read_timeout, MAX_HANDSHAKE_S)
         self._begin_shutdown = begin_shutdown
         self._end_requests = end_requests
         self._max_connections = allowed_connections(server.max_connections)
-        self._doors: list[TlsDoor] = []
+        self._doors: list[Door] = []
+        self._shares = shares
+        self._busy: set[asyncio.Protocol] = set()  # connections with a request under way
         protocol = functools.partial(
             TimedProtocol,
             read_timeout_s=server.request_read_timeout,
@@ -62,6 +66,7 @@ class HttpServer(uvicorn.Server):
             on_made=self._connection_made,
             on_all_closed=self._connections_closed,
             on_refused=on_refused,
+            on_busy=self._busy_changed,
         )
         config = uvicorn.Config(
             app,
@@ -83,28 +88,45 @@ class HttpServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on ``sockets``; with TLS connections come through a :class:`TlsDoor`."""
-        config, loop = self.config, asyncio.get_running_loop()
+        """Listen on ``sockets``, each behind a :class:`Door`."""
+        config = self.config
         protocol: Callable[[], asyncio.Protocol] = functools.partial(
             config.http_protocol_class,
             config=config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        self.servers = []
         for one in sockets or ():
-            if config.ssl is None:
-                self.servers.append(await loop.create_server(protocol, sock=one, backlog=config.backlog))
-            else:
-                door = TlsDoor(one, config.ssl, protocol, handshake_timeout_s=self._handshake_s, has_room=self._has_room)
-                self._doors.append(door)
-                door.open()
+            door = Door(
+                one,
+                config.ssl,
+                protocol,
+                handshake_timeout_s=self._handshake_s,
+                has_room=self._has_room,
+                on_accepted=self._show_load,
+                shares=self._shares,
+            )
+            self._doors.append(door)
+            door.open()
+        if self._shares is not None:
+            self._shares.enter()
         self.started = True
 
     def _connection_made(self, protocol: asyncio.Protocol) -> int:
         for door in self._doors:
             door.passed(protocol)
         return self._num_handshakes()
+
+    def _busy_changed(self, protocol: asyncio.Protocol, is_busy: bool) -> None:
+        if is_busy:
+            self._busy.add(protocol)
+        else:
+            self._busy.discard(protocol)
+        self._show_load()
+
+    def _show_load(self) -> None:
+        if self._shares is not None:
+            self._shares.show(len(self.server_state.connections) + self._num_handshakes() + len(self._busy))
 
     def _num_handshakes(self) -> int:
         return sum(len(door.waiting) for door in self._doors)
@@ -120,8 +142,8 @@ class HttpServer(uvicorn.Server):
             await self._exit.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for listening in self.servers:
-            listening.close()
+        if self._shares is not None:
+            self._shares.leave()
         for sock in sockets or []:
             sock.close()
         for door in self._doors:
