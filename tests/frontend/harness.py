@@ -103,8 +103,10 @@ class ApiServer:
         load: Callable[[], ModelText] = model_text,
         index: int = 0,
         runtime: RuntimeDir | None = None,
+        send_buffer_bytes: int | None = None,
         **flags: Any,
     ):
+        """``send_buffer_bytes``: the kernel's, of each connection."""
         self.config = EngineConfig.from_flags(model="/models/tiny", served_model_name=("tiny",), **flags)
         self._owns_runtime = runtime is None
         self.runtime = runtime or RuntimeDir.create(root)
@@ -116,6 +118,8 @@ class ApiServer:
         self.front = FrontEnd(self.config, client, manager, TextService(load, client.prepare_grammar), HttpMetrics(self.runtime, index), board)
         # As in an API process, which inherits its socket: a new one knows no protocol, and asyncio would not turn Nagle's algorithm off.
         listener = socket.socket(fileno=socket.create_server(("127.0.0.1", 0)).detach())
+        if send_buffer_bytes is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(listener)), daemon=True)
