@@ -15,7 +15,9 @@ import errno
 import logging
 import socket
 import ssl
+import sys
 from collections.abc import Callable
+from typing import Any
 
 from fastengine.frontend.shares import Shares
 
@@ -26,6 +28,8 @@ ACCEPTED_PER_WAKE = 16
 # is busy or stopped; then whoever comes back takes what is still there.
 ASIDE_S = 0.002
 LEAST_TAKEN_BACK = 2
+# How long a client's part of a TLS connection's end is waited for. It counts as open so long, and asyncio's own patience is half a minute.
+GOODBYE_S = 1.0
 # How long to take no connections after the process ran out of descriptors or memory for them.
 REST_S = 1.0
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -48,9 +52,12 @@ class Door:
         """``has_room()``: whether one more connection may be taken; it is closed at once otherwise. ``on_accepted()``: one more is in
         :attr:`waiting`. ``context`` None: no TLS; ``shares`` None: nobody else waits at ``listener``."""
         self._listener = listener
-        self._context = context
         self._make_protocol = make_protocol
-        self._timeout_s = None if context is None else handshake_timeout_s
+        self._tls: dict[str, Any] = {}
+        if context is not None:
+            self._tls = {"ssl": context, "ssl_handshake_timeout": handshake_timeout_s}
+            if sys.version_info >= (3, 11) or not isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
+                self._tls["ssl_shutdown_timeout"] = GOODBYE_S
         self._has_room = has_room
         self._on_accepted = on_accepted
         self._shares = shares
@@ -128,7 +135,7 @@ class Door:
 
     async def _connect(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=self._timeout_s)
+            await self._loop.connect_accepted_socket(lambda: protocol, connection, **self._tls)
         except (OSError, asyncio.TimeoutError) as error:
             logger.debug("a connection was not made: %s", error)
         finally:

@@ -115,6 +115,18 @@ def test_tls_handshakes_count_as_connections() -> None:
 
 
 @pytest.mark.usefixtures("event_loop_kind")
+def test_tls_connections_that_are_refused_do_not_stay() -> None:
+    """Nor those that are closed for their silence: whoever does not say goodbye would count for half a minute."""
+    with tls_server(max_connections=3, request_read_timeout=0.3) as (server, client):
+        context = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
+        silent = [context.wrap_socket(connect(server), server_hostname="127.0.0.1") for _ in range(9)]
+        wait_until(lambda: not server.server.server_state.connections, 10, "the end of all connections")
+        assert client.get("/version").status_code == 200
+        for connection in silent:
+            connection.close()
+
+
+@pytest.mark.usefixtures("event_loop_kind")
 def test_what_comes_with_the_handshakes_end_is_not_lost() -> None:
     with tls_server() as (server, _):
         context = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
