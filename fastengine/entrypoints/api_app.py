@@ -64,6 +64,7 @@ def create_app(front: FrontEnd) -> FastAPI:
             control_keys=server.control_api_key or server.api_key,
             control_paths=control_routes.CONTROL_PATHS if with_control else frozenset(),
             metrics=front.http_metrics,
+            origins=server.cors_origins,
         )
     ]
     if server.cors_origins:

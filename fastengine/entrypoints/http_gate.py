@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # Probes of load balancers carry no key.
 OPEN_PATHS = frozenset({"/health", "/ping"})
+# Methods that change nothing, but on control paths.
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
 # What counts when nothing was sent.
 NOT_ANSWERED = 499
 # What uvloop says of a write to a connection that broke a moment ago.
@@ -26,14 +28,27 @@ CLOSED = "handler is closed"
 
 
 class HttpGate:
-    """ASGI middleware. ``control_paths`` need one of ``control_keys``, other paths one of ``keys``; no keys, no check."""
+    """ASGI middleware. ``control_paths`` need one of ``control_keys``, other paths one of ``keys``; no keys, no check.
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str], control_keys: Sequence[str], control_paths: frozenset[str], metrics: HttpMetrics):
+    ``origins`` are those whose pages may call from a browser.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        control_keys: Sequence[str],
+        control_paths: frozenset[str],
+        metrics: HttpMetrics,
+        origins: Sequence[str] = (),
+    ):
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._control_keys = [key.encode() for key in control_keys]
         self._control_paths = control_paths
         self._metrics = metrics
+        self._origins = frozenset(origin.encode() for origin in origins)
         self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,11 +89,14 @@ class HttpGate:
             self._metrics.count(OTHER if route is None else route.path, status)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        path = scope["path"]
-        keys = self._control_keys if path in self._control_paths else self._keys
-        if not keys or path in OPEN_PATHS or scope["method"] == "OPTIONS":
-            return None
+        path, method = scope["path"], scope["method"]
+        is_control = path in self._control_paths
         headers = dict(scope["headers"])
+        if (is_control or method not in READING) and self._is_foreign_page(headers) and method != "OPTIONS":
+            return ApiError(403, "pages of other sites may not call this server (--cors-origins)", code="cross_site")
+        keys = self._control_keys if is_control else self._keys
+        if not keys or path in OPEN_PATHS or method == "OPTIONS":
+            return None
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer":
             key = headers.get(b"x-api-key", b"")  # Anthropic's header
@@ -88,6 +106,11 @@ class HttpGate:
         if sum([hmac.compare_digest(key.strip(), known) for known in keys]) == 0:
             return ApiError(401, "this API key is not valid")
         return None
+
+    def _is_foreign_page(self, headers: dict[bytes, bytes]) -> bool:
+        """Whether a browser says so: it sends simple requests without asking, and any page can have it send some to this machine."""
+        is_foreign = headers.get(b"sec-fetch-site") == b"cross-site"
+        return is_foreign and b"*" not in self._origins and headers.get(b"origin") not in self._origins
 
 
 def in_time(scope: Scope, receive: Receive) -> Receive:

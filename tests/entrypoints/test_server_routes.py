@@ -165,3 +165,23 @@ def refs(node: object) -> list[str]:
     if isinstance(node, list):
         return [r for v in node for r in refs(v)]
     return []
+
+
+@pytest.mark.parametrize("origins", [(), ("https://app.example",), ("*",)])
+def test_pages_of_other_sites_can_not_have_a_browser_call(start_server, origins) -> None:
+    """Not even without reading the answer: simple requests are sent without asking first."""
+    server = start_server(wait=False, cors_origins=origins)
+    evil = {"Sec-Fetch-Site": "cross-site", "Origin": "https://evil.example", "Content-Type": "text/plain"}
+    calls = [("POST", "/v1/completions"), ("POST", "/v1/pause"), ("GET", "/v1/is_paused"), ("POST", "/tokenize")]
+    for method, path in calls:
+        replies = {
+            "evil": server.http.request(method, path, headers=evil),
+            "friend": server.http.request(method, path, headers=evil | {"Origin": "https://app.example"}),
+            "own page": server.http.request(method, path, headers=evil | {"Sec-Fetch-Site": "same-origin"}),
+            "no browser": server.http.request(method, path),
+        }
+        refused = {name for name, reply in replies.items() if reply.status_code == 403}
+        assert refused == ({"evil", "friend"} if not origins else {"evil"} if origins != ("*",) else set())
+        if "evil" in refused:
+            assert "--cors-origins" in replies["evil"].text
+    assert server.http.get("/docs", headers=evil).status_code == 200  # a link to it
