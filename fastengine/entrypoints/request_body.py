@@ -21,6 +21,8 @@ _PLACE = re.compile(r" - at `\$\.?([^`]*)`$", re.DOTALL)
 _PRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 MAX_FIELDS_NAMED = 20
 EXACT_FLOAT = 2**53
+# So much past the limit is still read before it is refused: closing on what a client is sending may cost it the reply.
+MAX_READ_OVER = 1 << 20
 MAX_NAME_LENGTH = 64
 MAX_PATH_LENGTH = 256
 
@@ -55,16 +57,19 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise ApiError(415, message, code="unsupported_content_encoding")
     too_large = ApiError(413, f"the request body is larger than {max_bytes / 2**20:g} MiB")
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > max_bytes:
+    excess = int(length) - max_bytes if length.isdecimal() else 0
+    if excess > MAX_READ_OVER or (excess > 0 and "expect" in request.headers):
         raise too_large
     body = bytearray()
     try:
         async for piece in request.stream():
             body += piece
-            if len(body) > max_bytes:
+            if len(body) > max_bytes + (MAX_READ_OVER if excess > 0 else 0):
                 raise too_large
     except ClientDisconnect:
         raise ClientDisconnected from None
+    if excess > 0:
+        raise too_large
     return bytes(body)
 
 
