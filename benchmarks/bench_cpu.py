@@ -5,7 +5,7 @@ peak and the model in the same run, so that a share of the roofline means someth
 ``--peers openvino llama.cpp`` installs the named peers into environments of their own and runs them in
 turn with fastengine (A B A B): whole answers of 128 tokens to prompts of 64, medians and ratios.
 ``--http`` measures servers instead: fastengine's, and those of the named peers that have one.
-``--cases`` and ``--rounds`` keep a run short.
+``--cases``, ``--batches`` and ``--rounds`` keep a run short.
 """
 
 from __future__ import annotations
@@ -74,13 +74,16 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 4096])
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="Only these rows of the table, such as 'prefill 512' 'decode 8 at 128'.")
     parser.add_argument("--http", action="store_true", help="Measure over HTTP, with --batches streams, instead of offline.")
+    parser.add_argument("--input-tokens", type=int, default=64, help="With --http: length of a prompt, template included.")
+    parser.add_argument("--system-words", type=int, default=0, help="With --http: begin each chat with the same system message of this many words.")
     parser.add_argument("--rounds", type=int, default=3, help="Each case is measured this often; medians are shown.")
     parser.add_argument("--peers", nargs="*", default=[], choices=sorted(PEERS))
     parser.add_argument("--json", type=Path, help="Write the figures to this file as well.")
     args = parser.parse_args()
     paddle.set_grad_enabled(False)
     if args.http:
-        measure_http(args.model, args.threads, args.peers, args.rounds, args.batches)
+        requests = ["--input-tokens", str(args.input_tokens), "--system-words", str(args.system_words)]
+        measure_http(args.model, args.threads, args.peers, args.rounds, args.batches, requests)
         return 0
     cases = [Case(1, 0), *(Case(batch, context) for context in args.contexts for batch in args.batches)]
     cases = [case for case in cases if not args.cases or case.name in args.cases]

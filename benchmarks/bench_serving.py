@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import platform
 import statistics
@@ -40,7 +41,7 @@ async def words_for_tokens(target: Target, workload: Workload, input_tokens: int
             break
         num_words += input_tokens - record.usage.prompt_tokens
         if num_words < 1:
-            raise SystemExit(f"{target.name}: the chat template alone takes more than --input-tokens {input_tokens}")
+            raise SystemExit(f"{target.name}: what is before the prompt takes more than --input-tokens {input_tokens}")
     return num_words
 
 
@@ -80,7 +81,8 @@ class Cell:
 
 async def run(args: argparse.Namespace, log: Callable[[str], None]) -> list[Cell]:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {args.api_key}"} if args.api_key else {})
-    workload = Workload(args.api, args.output_tokens, args.ignore_eos, args.extra_body, headers, args.timeout)
+    system = next(fixed_prompts(seed_of(args.seed, "system"), args.system_words)) if args.system_words else ""
+    workload = Workload(args.api, args.output_tokens, args.ignore_eos, args.extra_body, headers, args.timeout, system)
     targets = [await find_target(name, url, args.model, headers) for name, url in args.url]
     make_prompts = await prompt_source(args, targets[0], workload)
     cells = []
@@ -123,7 +125,7 @@ async def prompt_source(args: argparse.Namespace, target: Target, workload: Work
 
 def medians(cells: list[Cell], target: str, concurrency: int) -> dict[str, float]:
     own = [c.summary for c in cells if c.target == target and c.concurrency == concurrency]
-    numbers = (*MEASURES, "client_cpu_us_per_token", "tokens_per_chunk")
+    numbers = (*MEASURES, "client_cpu_us_per_token", "tokens_per_chunk", "cached_prompt_share")
     out = {name: statistics.median(getattr(s, name) for s in own) for name in numbers}
     out["requests"] = sum(s.requests for s in own)
     out["failures"] = sum(s.failures for s in own)
@@ -136,14 +138,15 @@ def markdown(cells: list[Cell]) -> str:
     targets = list(dict.fromkeys(c.target for c in cells))
     levels = list(dict.fromkeys(c.concurrency for c in cells))
     lines = [
-        "| server | streams | output tokens/s | TTFT ms p50 / p99 | between tokens ms p50 / p99 | whole ms p50 / p99 | failed | client CPU |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| server | streams | output tokens/s | TTFT ms p50 / p99 | between tokens ms p50 / p99 | whole ms p50 / p99 | prompt cached | failed | client CPU |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     rows = {(target, level): medians(cells, target, level) for level in levels for target in targets}
     for (target, level), m in rows.items():
+        cached = "not told" if math.isnan(m["cached_prompt_share"]) else f"{m['cached_prompt_share']:.0%}"
         lines.append(
             f"| {target} | {level} | {m['output_tokens_per_s']:.1f} | {m['ttft_p50']:.1f} / {m['ttft_p99']:.1f} | {m['itl_p50']:.2f} / {m['itl_p99']:.2f} "
-            f"| {m['e2e_p50']:.0f} / {m['e2e_p99']:.0f} | {m['failures']} of {m['requests']} "
+            f"| {m['e2e_p50']:.0f} / {m['e2e_p99']:.0f} | {cached} | {m['failures']} of {m['requests']} "
             f"| {m['client_cpu_percent']:.0f} % of a core, {m['client_cpu_us_per_token']:.0f} us/token |"
         )
     if len(targets) > 1:
@@ -202,6 +205,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--concurrency", type=positive, nargs="+", default=[1, 8, 32], metavar="N", help="Numbers of streams. Default: 1 8 32.")
     add("--requests-per-stream", type=positive, default=4, metavar="N", help="Default: 4.")
     add("--input-tokens", type=positive, default=64, metavar="N", help="Prompt length, template included (fixed and repeated). Default: 64.")
+    add("--system-words", type=int, default=0, metavar="N", help="Begin each chat with the same system message of N words. Default: 0, none.")
     add("--output-tokens", type=positive, default=64, metavar="N", help="max_tokens of every request. Default: 64.")
     add("--ignore-eos", action="store_true", help="Send ignore_eos, for servers that take it, so that every answer has its full length.")
     add("--extra-body", type=json_object, default={}, metavar="JSON", help="More fields for every request's body.")
@@ -221,6 +225,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     names = [name for name, _ in args.url]
     if len(set(names)) < len(names):
         parser.error("--url: two servers have the same name; write --url NAME=URL")
+    if args.system_words and args.api != "chat":
+        parser.error("--system-words: only a chat has a system message")
     if args.dataset not in ("fixed", "repeated") and not Path(args.dataset).is_file():
         parser.error(f"--dataset: {args.dataset!r} is neither fixed, repeated nor a file")
     return args

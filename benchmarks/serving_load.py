@@ -43,6 +43,7 @@ class Workload:
     extra_body: dict[str, Any]
     headers: dict[str, str]
     timeout_s: float
+    system: str = ""  # a system message before every prompt of a chat: none if empty
 
     @property
     def path(self) -> str:
@@ -52,7 +53,8 @@ class Workload:
         body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.api == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            body["messages"] = [*system, {"role": "user", "content": prompt}]
         else:
             body["prompt"] = prompt
         if self.ignore_eos:
@@ -76,9 +78,19 @@ class Choice(msgspec.Struct):
         return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)))
 
 
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that a prefix cache held; None where the server doesn't tell."""
+        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
 
 class Chunk(msgspec.Struct):
@@ -148,6 +160,7 @@ class Summary:
     errors: list[str]
     wall_s: float
     prompt_tokens: int
+    cached_prompt_share: float  # of the prompt tokens; NaN where the server doesn't tell
     output_tokens: int
     output_tokens_per_s: float
     ttft_p50: float
@@ -173,12 +186,15 @@ def summarize(records: list[RequestRecord], wall_s: float, client_cpu_s: float) 
     gaps = [later - earlier for r in good for earlier, later in zip(r.chunk_times, r.chunk_times[1:], strict=False)]
     e2e = [r.ended - r.sent for r in good]
     chunks = sum(len(r.chunk_times) for r in good)
+    prompt_tokens = sum(r.usage.prompt_tokens for r in good if r.usage)
+    cached = [r.usage.cached_tokens for r in good if r.usage and r.usage.cached_tokens is not None]
     return Summary(
         requests=len(records),
         failures=len(records) - len(good),
         errors=sorted({r.error for r in records if r.error})[:5],
         wall_s=wall_s,
-        prompt_tokens=sum(r.usage.prompt_tokens for r in good if r.usage),
+        prompt_tokens=prompt_tokens,
+        cached_prompt_share=sum(cached) / prompt_tokens if cached and prompt_tokens else float("nan"),
         output_tokens=tokens,
         output_tokens_per_s=tokens / wall_s,
         ttft_p50=percentile_ms(ttft, 50),

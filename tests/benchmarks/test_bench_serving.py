@@ -88,7 +88,7 @@ class FakeServer:
 
     def _events(self, path: str, request: dict[str, Any]) -> Iterator[str]:
         chat = path == "/v1/chat/completions"
-        prompt = request["messages"][0]["content"] if chat else request["prompt"]
+        prompt = " ".join(message["content"] for message in request["messages"]) if chat else request["prompt"]
         if chat:
             yield json.dumps({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for _ in range(request["max_tokens"]):
@@ -96,7 +96,10 @@ class FakeServer:
         if self.mode == "error_event":
             yield json.dumps({"error": {"message": "out of blocks"}})
         if self.mode != "no_usage":
-            usage = {"prompt_tokens": len(prompt.split()) + (TEMPLATE_TOKENS if chat else 0), "completion_tokens": request["max_tokens"]}
+            usage: dict[str, Any] = {"completion_tokens": request["max_tokens"]}
+            usage["prompt_tokens"] = len(prompt.split()) + (TEMPLATE_TOKENS if chat else 0)
+            if chat and len(request["messages"]) > 1:
+                usage["prompt_tokens_details"] = {"cached_tokens": len(request["messages"][0]["content"].split())}
             yield json.dumps({"choices": [], "usage": usage})
         if self.mode != "no_done":
             yield "[DONE]"
@@ -174,6 +177,18 @@ def test_several_servers_take_turns_on_the_same_prompts(tmp_path: Path, capsys: 
     assert sum(line.startswith("| second | 2 |") for line in out.splitlines()) == 2
 
 
+def test_a_common_system_message_counts_as_prompt(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--concurrency", "2", "--requests-per-stream", "2", "--input-tokens", "50", "--output-tokens", "3", "--system-words", "20"]
+    _, cells = run_bench(["--url", server.url, *sizes], tmp_path)
+    messages = [body["messages"] for body in server.bodies[-4:]]
+    assert [[message["role"] for message in one] for one in messages] == [["system", "user"]] * 4
+    assert len({system["content"] for system, _ in messages}) == 1
+    assert len({user["content"] for _, user in messages}) == 4
+    summary = cells[0]["summary"]
+    assert (summary["prompt_tokens"], summary["cached_prompt_share"]) == (4 * 50, 20 / 50)
+    assert "| 40% | 0 of 4 |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("mode", "error"),
     [
@@ -234,6 +249,7 @@ def test_a_server_that_is_not_there_ends_the_run(tmp_path: Path) -> None:
         ["--url", "a=http://x", "--url", "a=http://y"],
         ["--url", "http://x", "--concurrency", "0"],
         ["--url", "http://x", "--dataset", "nowhere"],
+        ["--url", "http://x", "--system-words", "20", "--api", "completions"],
         ["--url", "http://x", "--extra-body", "[1]"],
     ],
 )
@@ -255,4 +271,5 @@ def test_summary_numbers() -> None:
     assert summary.e2e_p50 == pytest.approx(550)
     assert summary.tokens_per_chunk == 7 / 4
     assert summary.client_cpu_us_per_token == pytest.approx(10_000)
+    assert math.isnan(summary.cached_prompt_share)
     assert math.isnan(summarize([failed], 1.0, 0.1).itl_p50)
