@@ -193,6 +193,8 @@ class VllmCpu:
         """Its Python with its settings, ``more`` among them."""
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         settings = {
+            "LD_PRELOAD": str(ENVIRONMENTS / self.name / "lib" / "libiomp5.so"),  # as it advises
+            "OMP_NUM_THREADS": str(threads),
             "VLLM_CPU_OMP_THREADS_BIND": cores,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_USE_AOT_COMPILE": "0",  # on a CPU what it keeps can't be loaded again, and each start compiles for a minute
