@@ -33,7 +33,6 @@ FIELDS: list[tuple[dict[str, Any], GrammarSpec | None]] = [
     ({"structured_outputs": {"choice": ["a"]}}, GrammarSpec("choice", '["a"]')),
     ({"structured_outputs": {"grammar": 'start: "a"'}}, GrammarSpec("lark", 'start: "a"')),
     ({"structured_outputs": {"structural_tag": TAGS}}, GrammarSpec("structural_tag", json.dumps(TAGS))),
-    ({"structured_outputs": {}}, None),
 ]
 
 

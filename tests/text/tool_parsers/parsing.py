@@ -28,8 +28,12 @@ ARGUMENTS = st.dictionaries(
 
 
 class Parser(Protocol):
+    """Of reasoning, of tools, or of both. That a sequence was cut off is said to the latter two alone."""
+
     def feed(self, text: str) -> list[Delta]: ...
-    def finish(self, *, cut: bool = False) -> list[Delta]: ...
+
+    @property
+    def finish(self) -> Callable[..., list[Delta]]: ...
 
 
 def parse(parser: Parser, pieces: Sequence[str], *, end_cut: bool = False) -> list[Any]:
@@ -40,7 +44,7 @@ def parse(parser: Parser, pieces: Sequence[str], *, end_cut: bool = False) -> li
     out: list[Any] = []
     calls: list[list[str]] = []
     ids: set[str] = set()
-    for delta in [*itertools.chain.from_iterable(parser.feed(piece) for piece in pieces), *parser.finish(cut=end_cut)]:
+    for delta in [*itertools.chain.from_iterable(parser.feed(piece) for piece in pieces), *(parser.finish(cut=True) if end_cut else parser.finish())]:
         if delta.kind != "tool":
             if out and out[-1][0] == delta.kind:
                 out[-1] = (delta.kind, out[-1][1] + delta.text)
