@@ -6,8 +6,7 @@ import time
 
 import numpy as np
 import onnxruntime_genai
-
-REPEATS = 2
+from cpu_peer_cases import report
 
 
 def main() -> None:
@@ -33,11 +32,7 @@ def main() -> None:
             raise RuntimeError(f"an answer ended after {len(generator.get_sequence(0)) - length} tokens")
         return elapsed
 
-    seconds(1, prefill, 2)
-    found = {"prefill": prefill / min(seconds(1, prefill, 1) for _ in range(REPEATS))}
-    for batch in batches:
-        found[f"answers {batch}"] = batch * output / min(seconds(batch, prompt, output) for _ in range(REPEATS))
-    print(json.dumps(found))
+    report(seconds, prefill, prompt, output, batches)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """OpenVINO GenAI on a GGUF file: run by bench_cpu.py in OpenVINO's own environment, where fastengine is not installed."""
 
-import json
 import sys
 import time
 
 import numpy as np
 import openvino as ov
 import openvino_genai
-
-REPEATS = 2
+from cpu_peer_cases import report
 
 
 def main() -> None:
@@ -29,11 +27,7 @@ def main() -> None:
         pipeline.generate(inputs, config)
         return time.perf_counter() - started
 
-    seconds(1, prefill, 2)
-    found = {"prefill": prefill / min(seconds(1, prefill, 1) for _ in range(REPEATS))}
-    for batch in batches:
-        found[f"answers {batch}"] = batch * output / min(seconds(batch, prompt, output) for _ in range(REPEATS))
-    print(json.dumps(found))
+    report(seconds, prefill, prompt, output, batches)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """vLLM on a folder of weights: run by cpu_peers.py in vLLM's own environment, where fastengine is not installed."""
 
-import json
 import sys
 import time
 
 import numpy as np
+from cpu_peer_cases import report
 from vllm import LLM, SamplingParams
-
-REPEATS = 2
 
 
 def main() -> None:
@@ -34,11 +32,7 @@ def main() -> None:
             raise RuntimeError("an answer ended early")
         return elapsed
 
-    seconds(1, prefill, 2)
-    found = {"prefill": prefill / min(seconds(1, prefill, 1) for _ in range(REPEATS))}
-    for batch in batches:
-        found[f"answers {batch}"] = batch * output / min(seconds(batch, prompt, output) for _ in range(REPEATS))
-    print(json.dumps(found))
+    report(seconds, prefill, prompt, output, batches)
 
 
 if __name__ == "__main__":
