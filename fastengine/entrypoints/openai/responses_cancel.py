@@ -42,20 +42,20 @@ class CancelDesk:
     async def ask(self, client_index: int, response_id: str) -> None:
         """Wait until process ``client_index`` no longer works on the response, or is gone. Raises ApiError 504."""
         try:
-            # The process is dead, or dies meanwhile: then it works on nothing.
-            with contextlib.suppress(OSError):
-                await asyncio.wait_for(self._ask(client_index, response_id), TIMEOUT_S)
+            await asyncio.wait_for(self._ask(client_index, response_id), TIMEOUT_S)
         except asyncio.TimeoutError:
             message = f"the process that works on this response did not answer within {TIMEOUT_S:g} s"
             raise ApiError(504, f"response_id: {message}", param="response_id") from None
 
     async def _ask(self, client_index: int, response_id: str) -> None:
-        reader, writer = await asyncio.open_unix_connection(self._address(client_index), limit=MAX_LINE_BYTES)
-        try:
-            writer.write(response_id.encode() + b"\n")
-            await reader.readline()
-        finally:
-            writer.close()
+        # The process may be dead, or die meanwhile: then it works on nothing. The deadline is not in here: its error is an OSError, too.
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_unix_connection(self._address(client_index), limit=MAX_LINE_BYTES)
+            try:
+                writer.write(response_id.encode() + b"\n")
+                await reader.readline()
+            finally:
+                writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
