@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.cpu_http import measure_http
 from benchmarks.cpu_peers import PEERS, Load, PeerUnavailable
 from benchmarks.cpu_roofline import Machine, measure_machine
-from fastengine.config import EngineConfig
+from fastengine.config import DEFAULT_DECODE_RUN_MS, EngineConfig
+from fastengine.engine.run_length import RunLength
 from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.steps import StartedSequence, StepPlan
 from fastengine.protocol.tokens import pack_token_ids
@@ -70,6 +71,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--decode-run-ms", type=float, default=DEFAULT_DECODE_RUN_MS, help="As the server's; 0: one step a plan.")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 4096])
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="Only these rows of the table, such as 'prefill 512' 'decode 8 at 128'.")
@@ -87,7 +89,7 @@ def main() -> int:
         return 0
     cases = [Case(1, 0), *(Case(batch, context) for context in args.contexts for batch in args.batches)]
     cases = [case for case in cases if not args.cases or case.name in args.cases]
-    bench = Bench(args.model, args.quantization, args.kv_cache_dtype, args.threads, max(args.batches), max(args.contexts))
+    bench = Bench(args.model, args.quantization, args.kv_cache_dtype, args.threads, max(args.batches), max(args.contexts), args.decode_run_ms)
     print(f"{bench.description}; load average {os.getloadavg()[0]:.1f}; resident memory after loading {rss_bytes() >> 20} MiB")
     rounds = [measure_round(bench, cases, args.threads) for _ in range(args.rounds)] if cases else []
     print_table(cases, rounds, bench)
@@ -110,7 +112,17 @@ class Round:
 class Bench:
     """One loaded model; every case starts its sequences anew."""
 
-    def __init__(self, model: str, quantization: str, kv_cache_dtype: str, threads: int, max_batch: int, max_context: int):
+    def __init__(
+        self,
+        model: str,
+        quantization: str,
+        kv_cache_dtype: str,
+        threads: int,
+        max_batch: int,
+        max_context: int,
+        decode_run_ms: float = DEFAULT_DECODE_RUN_MS,
+    ):
+        """``decode_run_ms``: decodes are made in the runs that the server would plan."""
         length = max(max_context, PREFILL_TOKENS, PEER_PROMPT + PEER_OUTPUT) + DECODE_STEPS + WARM_UP_STEPS + BLOCK_SIZE
         self._config = EngineConfig.from_flags(
             model=model,
@@ -124,6 +136,7 @@ class Bench:
         )
         self._host = ModelHost(self._config, TensorParallel(), threads)
         self._host.load(lambda share: None)
+        self._run_length = RunLength(decode_run_ms, max_batch)
         self._blocks_per_sequence = -(-length // BLOCK_SIZE)
         self._host.init_cache(self._blocks_per_sequence * max_batch, 0)
 
@@ -145,19 +158,16 @@ class Bench:
             return PREFILL_TOKENS / (time.perf_counter() - started)
         self._start(case.batch, case.context)
         slots = list(range(case.batch))
-        for _ in range(WARM_UP_STEPS):
-            self._decode(slots)
+        self._decode(slots, WARM_UP_STEPS)
         started = time.perf_counter()
-        for _ in range(DECODE_STEPS):
-            self._decode(slots)
+        self._decode(slots, DECODE_STEPS)
         return case.batch * DECODE_STEPS / (time.perf_counter() - started)
 
     def whole_run(self, batch: int, context: int, steps: int) -> float:
         """Output tokens per second of ``batch`` answers of ``steps`` tokens, their prompts included."""
         started = time.perf_counter()
         self._start(batch, context)  # yields the first token
-        for _ in range(steps - 1):
-            self._decode(list(range(batch)))
+        self._decode(list(range(batch)), steps - 1)
         return batch * steps / (time.perf_counter() - started)
 
     def work(self, case: Case) -> Work:
@@ -193,8 +203,17 @@ class Bench:
             chunk = {"chunk_slots": [slot], "chunk_starts": [0], "chunk_lengths": [length]}
             self._host.step(StepPlan(step_id=0, started=[sequence], **{name: pack_token_ids(values) for name, values in chunk.items()}))
 
-    def _decode(self, slots: list[int]) -> None:
-        self._host.step(StepPlan(step_id=0, decodes=pack_token_ids(slots)))
+    def steps_a_plan(self, case: Case) -> int:
+        """How many steps of ``case`` the server would plan at once, by the latest measurement."""
+        return self._run_length.most_steps(case.batch) if case.context else 1
+
+    def _decode(self, slots: list[int], num_steps: int) -> None:
+        decodes = pack_token_ids(slots)
+        while num_steps:
+            count = min(num_steps, self._run_length.most_steps(len(slots)))
+            for result in self._host.steps(StepPlan(step_id=0, decodes=decodes, num_steps=count)):
+                self._run_length.observe(len(slots), result.num_steps, result.forward_us + result.sample_us)
+            num_steps -= count
 
 
 def measure_round(bench: Bench, cases: list[Case], threads: int) -> Round:
@@ -202,11 +221,14 @@ def measure_round(bench: Bench, cases: list[Case], threads: int) -> Round:
 
 
 def print_table(cases: list[Case], rounds: list[Round], bench: Bench) -> None:
-    """Medians over the rounds; a share is of the roofline of the same round. ``next``: what the other resource would allow."""
+    """Medians over the rounds; a share is of the roofline of the same round.
+
+    ``next``: what the other resource would allow; ``run``: decode steps in one plan, as in a server.
+    """
     for one in rounds:
         machine = one.machine
         print(f"reads the weights at {machine.bytes_per_s / 1e9:.1f} GB/s, int8 peak {machine.operations_per_s / 1e9:.0f} Gop/s")
-    print(f"{'case':18} {'tok/s':>8} {'best':>8} {'MB read':>8} {'Gop':>7} {'roofline':>9} {'reached':>8}  {'limit':10} {'next':>7}")
+    print(f"{'case':18} {'tok/s':>8} {'best':>8} {'MB read':>8} {'Gop':>7} {'roofline':>9} {'reached':>8}  {'limit':10} {'next':>7} {'run':>4}")
     for case in cases:
         work = bench.work(case)
         tokens = case.batch if case.context else PREFILL_TOKENS
@@ -218,7 +240,7 @@ def print_table(cases: list[Case], rounds: list[Round], bench: Bench) -> None:
         limits = sorted([(statistics.median(reading), "bandwidth"), (statistics.median(computing), "compute")])
         print(
             f"{case.name:18} {statistics.median(found):8.0f} {max(found):8.0f} {num_bytes / 1e6:8.0f} {work.operations / 1e9:7.1f} "
-            f"{limits[0][0]:9.0f} {statistics.median(shares):8.0%}  {limits[0][1]:10} {limits[1][0]:7.0f}"
+            f"{limits[0][0]:9.0f} {statistics.median(shares):8.0%}  {limits[0][1]:10} {limits[1][0]:7.0f} {bench.steps_a_plan(case):4}"
         )
 
 

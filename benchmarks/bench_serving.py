@@ -25,7 +25,7 @@ import msgspec
 from http_stream import Connection, Endpoint, HttpProtocolError, HttpStatusError
 from serving_load import RequestRecord, Summary, Target, Workload, file_prompts, fixed_prompts, run_streams, seed_of, send_request
 
-MEASURES = ("output_tokens_per_s", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "e2e_p50", "e2e_p99")
+MEASURES = ("output_tokens_per_s", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "e2e_p50", "e2e_p99")
 
 
 async def words_for_tokens(target: Target, workload: Workload, input_tokens: int) -> int:
@@ -138,15 +138,16 @@ def markdown(cells: list[Cell]) -> str:
     targets = list(dict.fromkeys(c.target for c in cells))
     levels = list(dict.fromkeys(c.concurrency for c in cells))
     lines = [
-        "| server | streams | output tokens/s | TTFT ms p50 / p99 | between tokens ms p50 / p99 | whole ms p50 / p99 | prompt cached | failed | client CPU |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| server | streams | output tokens/s | TTFT ms p50 / p99 | per token ms p50 / p99 | between chunks ms p50 / p99, tokens a chunk "
+        "| whole ms p50 / p99 | prompt cached | failed | client CPU |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     rows = {(target, level): medians(cells, target, level) for level in levels for target in targets}
     for (target, level), m in rows.items():
         cached = "not told" if math.isnan(m["cached_prompt_share"]) else f"{m['cached_prompt_share']:.0%}"
         lines.append(
-            f"| {target} | {level} | {m['output_tokens_per_s']:.1f} | {m['ttft_p50']:.1f} / {m['ttft_p99']:.1f} | {m['itl_p50']:.2f} / {m['itl_p99']:.2f} "
-            f"| {m['e2e_p50']:.0f} / {m['e2e_p99']:.0f} | {cached} | {m['failures']} of {m['requests']} "
+            f"| {target} | {level} | {m['output_tokens_per_s']:.1f} | {m['ttft_p50']:.1f} / {m['ttft_p99']:.1f} | {m['tpot_p50']:.2f} / {m['tpot_p99']:.2f} "
+            f"| {m['itl_p50']:.2f} / {m['itl_p99']:.2f}, {m['tokens_per_chunk']:.1f} | {m['e2e_p50']:.0f} / {m['e2e_p99']:.0f} | {cached} | {m['failures']} of {m['requests']} "
             f"| {m['client_cpu_percent']:.0f} % of a core, {m['client_cpu_us_per_token']:.0f} us/token |"
         )
     if len(targets) > 1:
@@ -154,13 +155,13 @@ def markdown(cells: list[Cell]) -> str:
             "",
             f"Relative to {targets[0]}:",
             "",
-            "| server | streams | output tokens/s | TTFT p50 | between tokens p50 |",
+            "| server | streams | output tokens/s | TTFT p50 | per token p50 |",
             "|---|--:|--:|--:|--:|",
         ]
         for (target, level), m in rows.items():
             if target != targets[0]:
                 base = rows[targets[0], level]
-                ratios = (f"{m[name] / (base[name] or float('nan')):.2f}" for name in ("output_tokens_per_s", "ttft_p50", "itl_p50"))
+                ratios = (f"{m[name] / (base[name] or float('nan')):.2f}" for name in ("output_tokens_per_s", "ttft_p50", "tpot_p50"))
                 lines.append(f"| {target} | {level} | {' | '.join(ratios)} |")
     return "\n".join(lines)
 

@@ -167,6 +167,8 @@ class Summary:
     ttft_p99: float
     itl_p50: float
     itl_p99: float
+    tpot_p50: float  # of each request's mean time per token after the first chunk
+    tpot_p99: float
     e2e_p50: float
     e2e_p99: float
     tokens_per_chunk: float
@@ -184,6 +186,7 @@ def summarize(records: list[RequestRecord], wall_s: float, client_cpu_s: float) 
     tokens = sum(r.output_tokens for r in good)
     ttft = [r.chunk_times[0] - r.sent for r in good]
     gaps = [later - earlier for r in good for earlier, later in zip(r.chunk_times, r.chunk_times[1:], strict=False)]
+    per_token = [(r.chunk_times[-1] - r.chunk_times[0]) / (r.output_tokens - 1) for r in good if r.output_tokens > 1]
     e2e = [r.ended - r.sent for r in good]
     chunks = sum(len(r.chunk_times) for r in good)
     prompt_tokens = sum(r.usage.prompt_tokens for r in good if r.usage)
@@ -201,6 +204,8 @@ def summarize(records: list[RequestRecord], wall_s: float, client_cpu_s: float) 
         ttft_p99=percentile_ms(ttft, 99),
         itl_p50=percentile_ms(gaps, 50),
         itl_p99=percentile_ms(gaps, 99),
+        tpot_p50=percentile_ms(per_token, 50),
+        tpot_p99=percentile_ms(per_token, 99),
         e2e_p50=percentile_ms(e2e, 50),
         e2e_p99=percentile_ms(e2e, 99),
         tokens_per_chunk=tokens / chunks if chunks else float("nan"),

@@ -214,7 +214,7 @@ def load_library(path: str | Path) -> ctypes.CDLL:
     library.fe_fused_hash_rows.argtypes = [pointer, integer, pointer, pointer, integer, pointer]
     library.fe_fused_step.argtypes = [integer, pointer, integer]
     library.fe_fused_sample.argtypes = [integer, pointer, integer]
-    library.fe_fused_decode.argtypes = [integer, pointer, ctypes.c_char_p, integer, integer, pointer, pointer]
+    library.fe_fused_decode.argtypes = [integer, pointer, ctypes.c_char_p, integer, integer, integer, pointer, pointer]
     return library
 
 
@@ -389,16 +389,19 @@ class FusedModel:
         )  # fmt: skip
         _check(self._library, self._library.fe_fused_step(self._handle, ctypes.byref(args), self.num_threads))
 
-    def decode(self, slots: bytes, bound: BoundSlots) -> bytes | None:
-        """The next token of each of ``slots`` (int32 ``[n]``) as int32 ``[n]``, which has been appended to the slots' rows.
+    def decode(self, slots: bytes, num_steps: int, bound: BoundSlots) -> tuple[int, bytes]:
+        """Up to ``num_steps`` steps of ``slots`` (int32 ``[n]``): how many, k, and their tokens, int32 ``[k, n]``, appended to the slots' rows.
 
-        None: something about the step is not plain (a slot with penalties, say, or logits that are no numbers), and nothing but
-        KV memory has changed: :meth:`step` computes the same again for a caller who looks at every row.
+        With k below ``num_steps`` something about the next step is not plain (a slot with penalties, say, or logits that are no
+        numbers), and it has changed nothing but KV memory: :meth:`step` computes the same again for a caller who looks at every row.
         """
-        count = len(slots) // 4
-        code = self._library.fe_fused_decode(self._handle, bound.address, slots, count, self.num_threads, bound.token_address, bound.done_address)
+        assert num_steps <= bound.max_steps, f"{num_steps} steps of at most {bound.max_steps}"
+        row_bytes = len(slots)
+        code = self._library.fe_fused_decode(
+            self._handle, bound.address, slots, row_bytes // 4, num_steps, self.num_threads, bound.token_address, bound.done_address
+        )
         _check(self._library, code)
-        return ctypes.string_at(bound.token_address, 4 * count) if bound.done.value else None
+        return bound.done.value, ctypes.string_at(bound.token_address, bound.done.value * row_bytes)
 
     def logits(self, hidden: np.ndarray, out: np.ndarray) -> None:
         """Logits of a step's ``hidden_out`` float32 ``[R, hidden]`` into ``out`` float32 ``[R, vocab]``."""

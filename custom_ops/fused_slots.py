@@ -1,4 +1,4 @@
-"""A worker's persistent batch as the fused step's operator reads it: one call for a step of decodes alone."""
+"""A worker's persistent batch as the fused step's operator reads it: one call for steps of decodes alone."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class SlotArrays:
 
 
 class BoundSlots:
-    """``arrays`` and a ``cache`` of ``num_blocks`` as one C structure, and where a step's tokens go."""
+    """``arrays`` and a ``cache`` of ``num_blocks`` as one C structure, and where the tokens of up to ``max_steps`` steps go."""
 
-    def __init__(self, arrays: SlotArrays, cache: FusedCache, num_blocks: int):
+    def __init__(self, arrays: SlotArrays, cache: FusedCache, num_blocks: int, max_steps: int):
         columns = (
             *(arrays.tokens, arrays.num_tokens, arrays.block_table, arrays.num_blocks, arrays.occupied, arrays.failed),
             *(arrays.temperature, arrays.top_k, arrays.top_p, arrays.min_p, arrays.seeds, arrays.adjusted, arrays.num_logprobs),
@@ -57,7 +57,8 @@ class BoundSlots:
         assert all(column.flags.c_contiguous for column in (*columns, arrays.logits)), "slot arrays are contiguous"
         pools = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
         self._alive = (arrays, cache)  # as long as their addresses are in use
-        self.token_ids = np.empty(len(arrays.num_tokens), np.int32)
+        self.max_steps = max_steps
+        self.token_ids = np.empty((max_steps, len(arrays.num_tokens)), np.int32)
         self.raw = _SlotArrays(
             *arrays.tokens.shape, arrays.block_table.shape[1], cache.block_size, num_blocks, cache.kv_type,
             *(column.ctypes.data for column in columns),

@@ -25,6 +25,8 @@ DEFAULT_PACKED_CACHE_DIR = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.
 # A step's length is what running streams, pauses and aborts wait for. A CPU is busy from a few dozen rows on and takes
 # some 0.1 s for this many; a GPU needs more rows to be busy and has them done sooner.
 CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 512, 2048
+# How long a run of decodes may be. A newcomer waits for the runs in flight; shorter ones cost a core's time for each message.
+DEFAULT_DECODE_RUN_MS, MAX_DECODE_RUN_MS = 10.0, 1000.0
 OTEL_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 TEXT_TO_BOOL = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
@@ -154,6 +156,11 @@ class SchedulerConfig:
     max_queued_tokens: int = flag(8_388_608, "Prompt tokens waiting past which new requests get 429.")
     max_waiting_time: float | None = flag(None, "Seconds a request may wait before it gets 503; default: its own timeout.")
     overlap: bool = flag(True, "Prepare the next step while the workers run this one.")
+    decode_run_ms: float | None = flag(
+        None,
+        "Milliseconds of decoding that workers may do at a stretch while no request waits, several tokens a message; 0: one step at a time; "
+        f"default: {DEFAULT_DECODE_RUN_MS:g} with the fused CPU step, else 0.",
+    )
 
     def __post_init__(self) -> None:
         require_positive(
@@ -165,6 +172,8 @@ class SchedulerConfig:
             "max_queued_tokens",
             "max_waiting_time",
         )
+        run_ms = self.decode_run_ms or 0.0
+        require(0.0 <= run_ms <= MAX_DECODE_RUN_MS, "decode_run_ms", f"must be in 0..{MAX_DECODE_RUN_MS:g}, got {run_ms:g}")
         require((self.max_capture_batch_size or 0) >= 0, "max_capture_batch_size", "must not be negative")
         require(self.long_prefill_token_threshold >= 0, "long_prefill_token_threshold", "must not be negative")
         require(

@@ -89,6 +89,13 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             raise SamplingError("reasoning", f"max_tokens must be between 0 and {INT32}, got {params.reasoning.max_tokens}")
 
 
+def is_plain(params: SamplingParams) -> bool:
+    """Whether each token needs nothing but its own distribution: no rules, no penalties, no grammar, no log-probabilities."""
+    adjusted = params.logit_bias or params.min_tokens or params.bad_words_token_ids or params.grammar or params.reasoning
+    penalized = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    return not (adjusted or penalized or params.logprobs is not None)
+
+
 def sampling_bytes(params: SamplingParams) -> int:
     """Most bytes that checked ``params`` take in a message."""
     return _PLAIN_BYTES + sum(_field_bytes(params).values())

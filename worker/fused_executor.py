@@ -11,6 +11,7 @@ from paddle.profiler import RecordEvent
 from fastengine.custom_ops.fused import FusedCache, FusedModel, KvType
 from fastengine.custom_ops.fused_sampling import RowSampling
 from fastengine.custom_ops.fused_slots import BoundSlots, SlotArrays
+from fastengine.protocol.steps import MAX_RUN_STEPS
 from fastengine.worker.batch import PersistentBatch, StepArrays, StepRows
 from fastengine.worker.fused_sampler import FusedSampler, PreparedSampling
 from fastengine.worker.kv_cache import KVCache
@@ -55,9 +56,9 @@ class FusedExecutor:
         self._step(arrays, last_tokens, logits=logits, token_out=token_ids, hidden_out=hidden, sampling=prepared.rows)
         return self._sampled(Executed(token_ids, forward_us=_us_since(started)), prepared, hidden, logits)
 
-    def decode(self, slots: bytes) -> bytes | None:
+    def decode(self, slots: bytes, num_steps: int) -> tuple[int, bytes]:
         with RecordEvent("fused step"):
-            return self._model.decode(slots, self._bound_slots())
+            return self._model.decode(slots, num_steps, self._bound_slots())
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         if swap_out.size:
@@ -137,7 +138,8 @@ class FusedExecutor:
             b, t = self._batch, self._table
             sampling = (t.temperature, t.top_k, t.top_p, t.min_p, t.seed, t.adjusted, t.num_logprobs)
             columns = (b.tokens, b.num_tokens, b.block_table, b.num_blocks, b.occupied, b.failed, *sampling)
-            self._slots = BoundSlots(SlotArrays(*columns, self._logits_buffer(b.max_num_seqs)), cache, self._cache.num_blocks)
+            arrays = SlotArrays(*columns, self._logits_buffer(b.max_num_seqs))
+            self._slots = BoundSlots(arrays, cache, self._cache.num_blocks, MAX_RUN_STEPS)
         return self._slots
 
     def _checked(self, arrays: StepArrays) -> StepArrays:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import paddle
@@ -156,10 +156,21 @@ class ModelHost:
         if self._gpu is not None:
             self._gpu.capture_graphs(moved)
 
-    def step(self, plan: StepPlan) -> StepResult:
+    @property
+    def computes_runs(self) -> bool:
+        """Whether several steps of decodes in one plan are computed with nothing between them."""
+        return isinstance(self.weights, FusedWeights)
+
+    def steps(self, plan: StepPlan) -> Iterator[StepResult]:
+        """Compute ``plan``; its results as they come (see ModelRunner.steps)."""
         if self._runner is None:
             raise RuntimeError(f"step {plan.step_id} came before init_cache")
-        return self._runner.step(plan)
+        return self._runner.steps(plan)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """The result of a plan of one step."""
+        (result,) = self.steps(plan)
+        return result
 
     def _executor(self, cache: KVCache, batch: PersistentBatch, table: SamplingTable) -> Executor:
         if isinstance(self.weights, FusedWeights):

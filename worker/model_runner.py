@@ -1,4 +1,4 @@
-"""One step: a plan's differences into the persistent batch, a forward pass, tokens out.
+"""A plan's steps: its differences into the persistent batch, a forward pass, tokens out.
 
 The runner keeps the bookkeeping; an executor does the computing. Real models run in
 :class:`ModelExecutor`; :class:`NullExecutor` computes nothing, so that everything around a model can be
@@ -8,7 +8,7 @@ measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,8 +47,11 @@ class Executor(Protocol):
     def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
         """Compute all ``rows`` and a token for ``rows.slots[sampling]``."""
 
-    def decode(self, slots: bytes) -> bytes | None:
-        """A step of decodes alone: the tokens (int32[n]) of ``slots``, already in the batch. None: it needs :meth:`execute`."""
+    def decode(self, slots: bytes, num_steps: int) -> tuple[int, bytes]:
+        """Steps of decodes alone, at most ``num_steps``: how many, k, and the tokens (int32[k, n]) of ``slots``, already in the batch.
+
+        With k below ``num_steps`` the next one needs :meth:`execute`.
+        """
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         """Move KV blocks: ``int32[n, 2]`` pairs of (source, target)."""
@@ -65,8 +68,8 @@ class NullExecutor:
             time.sleep(self._step_s)  # an accelerator would compute meanwhile
         return Executed(np.full(sampling.size, NULL_TOKEN, dtype=np.int32))
 
-    def decode(self, slots: bytes) -> bytes | None:
-        return None
+    def decode(self, slots: bytes, num_steps: int) -> tuple[int, bytes]:
+        return 0, b""
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         """There are no blocks to move."""
@@ -117,8 +120,8 @@ class ModelExecutor:
         bad_rows |= drawn.errors
         return Executed(drawn.token_ids, logprobs, prompt_logprobs, embeddings, bad_rows, (sampled - started) // 1000, _us_since(sampled))
 
-    def decode(self, slots: bytes) -> bytes | None:
-        return None
+    def decode(self, slots: bytes, num_steps: int) -> tuple[int, bytes]:
+        return 0, b""
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         if swap_out.size:
@@ -135,19 +138,36 @@ class ModelRunner:
         self._table = table
         self._executor = executor
 
-    def step(self, plan: StepPlan) -> StepResult:
-        """Apply ``plan`` and compute it. A sequence that can't go on becomes a RowError; the others run."""
+    def steps(self, plan: StepPlan) -> Iterator[StepResult]:
+        """Apply ``plan`` and compute it; its results as they come, each of one step of it or of several.
+
+        A sequence that can't go on becomes a RowError; the others run.
+        """
         errors = self._apply(plan)
-        if not errors and not plan.chunk_slots:
-            started = time.perf_counter_ns()
-            token_ids = self._executor.decode(plan.decodes)
-            if token_ids is not None:
-                return StepResult(step_id=plan.step_id, slots=plan.decodes, token_ids=token_ids, forward_us=_us_since(started))
+        is_plain = not errors and not plan.chunk_slots
+        done = 0
+        while done < plan.num_steps:
+            if is_plain:
+                started = time.perf_counter_ns()
+                count, token_ids = self._executor.decode(plan.decodes, plan.num_steps - done)
+                if count:
+                    forward_us = _us_since(started)
+                    yield StepResult(step_id=plan.step_id + done, slots=plan.decodes, token_ids=token_ids, forward_us=forward_us, num_steps=count)
+                    done += count
+                    if done == plan.num_steps:
+                        return
+            yield self._step(plan.step_id + done, plan, errors)
+            errors = []
+            is_plain = not plan.chunk_slots
+            done += 1
+
+    def _step(self, step_id: int, plan: StepPlan, errors: list[RowError]) -> StepResult:
+        """One step of ``plan`` with a look at every row. ``errors``: what is wrong already."""
         with RecordEvent("prepare"):
             rows, row_errors = self._batch.rows(plan)
         errors += row_errors
         if rows.slots.size == 0:
-            return StepResult(step_id=plan.step_id, errors=errors)
+            return StepResult(step_id=step_id, errors=errors)
         sampling = np.flatnonzero(rows.starts + rows.lengths == self._batch.num_tokens[rows.slots])
         executed = self._executor.execute(rows, sampling)
         slots, token_ids = rows.slots[sampling], executed.token_ids
@@ -158,7 +178,7 @@ class ModelRunner:
             slots, token_ids = np.delete(slots, bad), np.delete(token_ids, bad)
         self._batch.append(slots, token_ids)
         return StepResult(
-            step_id=plan.step_id,
+            step_id=step_id,
             slots=slots.tobytes(),
             token_ids=token_ids.tobytes(),
             logprobs=[entry for entry in executed.logprobs if not self._batch.failed[entry.slot]],

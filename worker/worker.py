@@ -46,6 +46,7 @@ class Worker:
             num_blocks=self._host.num_blocks_that_fit(),
             compiled_ops=self._host.compiled_ops(),
             load_s=load_s,
+            computes_runs=self._host.computes_runs,
         )
         signals.set("ready", rank, 1)
         self._send(ready)
@@ -72,13 +73,15 @@ class Worker:
         signals, rank = self._link.signals, self._rank
         signals.set("step_started_ns", rank, time.monotonic_ns())
         self._commands.require_awake()
-        result = self._host.step(plan)
-        self._steps_done += 1
-        signals.set("steps_done", rank, self._steps_done)
-        signals.set("last_step_id", rank, plan.step_id)
-        signals.set("step_started_ns", rank, 0)
-        if rank == 0:
-            self._send(result)
+        for result in self._host.steps(plan):
+            self._steps_done += result.num_steps
+            self.step_id = result.step_id + result.num_steps - 1
+            signals.set("steps_done", rank, self._steps_done)
+            signals.set("last_step_id", rank, self.step_id)
+            more = self.step_id < plan.step_id + plan.num_steps - 1
+            signals.set("step_started_ns", rank, time.monotonic_ns() if more else 0)
+            if rank == 0:
+                self._send(result)
 
     def _moved(self) -> None:
         """The command under way has got on. From any thread."""

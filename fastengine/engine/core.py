@@ -33,6 +33,7 @@ from fastengine.engine.recovery import CrashRecovery, CrashReport
 from fastengine.engine.request_state import ModelLimits, RequestState, RequestTable, Tokens
 from fastengine.engine.resource_manager import ResourceManager
 from fastengine.engine.results import ResultProcessor
+from fastengine.engine.run_length import RunLength
 from fastengine.engine.run_state import Mode, RunState
 from fastengine.engine.slots import SlotTable
 from fastengine.engine.stop_tokens import StopTokens
@@ -61,7 +62,7 @@ class EngineCore:
 
     ``num_disk_blocks`` more may be kept in files; that needs blocks on the host, which they pass through.
     ``max_swaps_per_step`` blocks may be copied between the two in each direction in one step; by default as
-    many as hold 4,096 tokens.
+    many as hold 4,096 tokens. ``decode_run_ms`` is what a plan of nothing but decodes may take: one step if 0.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class EngineCore:
         num_host_blocks: int = 0,
         num_disk_blocks: int = 0,
         max_swaps_per_step: int | None = None,
+        decode_run_ms: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ):
@@ -104,8 +106,17 @@ class EngineCore:
         self._outputs = OutputCollector()
         self._stop_tokens = StopTokens(limits)
         self._commands = WorkerCommands(config.parallel.tensor_parallel_size)
+        run_length = RunLength(decode_run_ms, config.scheduler.max_num_seqs)
         self._resources = ResourceManager(
-            config.scheduler, self._slots, self._new_cache(num_blocks), self._waiting, self.metrics, clock, self._commands, num_disk_blocks
+            config.scheduler,
+            self._slots,
+            self._new_cache(num_blocks),
+            self._waiting,
+            self.metrics,
+            clock,
+            self._commands,
+            run_length,
+            num_disk_blocks,
         )
         self._lifecycle = Lifecycle(
             self._table,
@@ -118,7 +129,7 @@ class EngineCore:
             clock,
         )
         self._results = ResultProcessor(
-            self._slots, self._resources, self._pipeline, self._lifecycle, self._outputs, self._stop_tokens, self.metrics, clock
+            self._slots, self._resources, self._pipeline, self._lifecycle, self._outputs, self._stop_tokens, run_length, self.metrics, clock
         )
         self._recovery = CrashRecovery(self._slots, self._lifecycle)
         self._timeouts: Deadlines[RequestState] = Deadlines(lambda request: not request.is_finished)
@@ -225,7 +236,8 @@ class EngineCore:
             if suspect is not None:
                 return None if in_flight else self._published(self._resources.plan_alone(suspect))
         admit = Admit.ALL if mode is Mode.RUNNING else Admit.PREEMPTED
-        return self._published(self._resources.plan_step(nothing_in_flight=not in_flight, admit=admit))
+        may_run_on = mode is Mode.RUNNING and not self._control.is_busy
+        return self._published(self._resources.plan_step(nothing_in_flight=not in_flight, admit=admit, may_run_on=may_run_on))
 
     def _published(self, planned: Any) -> StepPlan | None:
         if planned is None:
@@ -236,7 +248,7 @@ class EngineCore:
         return plan
 
     def process_result(self, result: StepResult) -> None:
-        """Apply the answer to the oldest step in flight. Raises UnexpectedResult."""
+        """Apply the answer to the oldest steps in flight. Raises UnexpectedResult."""
         sampled = self._results.process(result)
         if self._recovery.num_suspects:
             for request in sampled:
@@ -250,6 +262,7 @@ class EngineCore:
 
     @property
     def num_in_flight(self) -> int:
+        """Plans that are not answered."""
         return len(self._pipeline)
 
     def has_requests(self) -> bool:

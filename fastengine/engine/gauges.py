@@ -36,7 +36,7 @@ def engine_gauges(
         "batch_size": ("Slots in use.", slots.num_used),
         "max_batch_size": ("Slots there are.", slots.num_slots),
         "available_batch_size": ("Slots that are free.", slots.num_free),
-        "num_steps_in_flight": ("Steps published and not answered.", len(pipeline)),
+        "num_steps_in_flight": ("Steps published and not answered.", pipeline.num_steps),
         "is_paused": ("1 while no step is planned.", float(flags["is_paused"])),
         "is_sleeping": ("1 while memory is given back to the system.", float(flags["is_sleeping"])),
         **_block_gauges(kv),

@@ -7,15 +7,16 @@ import numpy.typing as npt
 
 from fastengine.engine.slots import ClientColumn
 from fastengine.protocol.outputs import OutputBatch, TokenOutput
+from fastengine.protocol.tokens import unpack_columns
 
 
 class _Pending:
-    """What one step (or the events between two) yielded: no handle occurs twice in it."""
+    """What one step or run (or the events between two) yielded: no handle occurs twice in it."""
 
     __slots__ = ("details", "plain")
 
     def __init__(self) -> None:
-        self.plain: dict[int, tuple[bytes, bytes]] = {}  # client -> (int64 handles, int32 token ids)
+        self.plain: dict[int, tuple[bytes, bytes, int]] = {}  # client -> (int64 handles [n], int32 token ids [N, n], N)
         self.details: dict[int, list[TokenOutput]] = {}
 
 
@@ -31,11 +32,12 @@ class OutputCollector:
         self._separate()
 
     def add_columns(self, columns: list[ClientColumn], token_ids: npt.NDArray[np.int32]) -> None:
-        """One plain token for each row of ``columns``; once per step."""
+        """One plain token (int32[n]) for each row of ``columns``, or N (int32[N, n]); once per step or run."""
         plain = self._pending[-1].plain
+        num_steps = len(token_ids) if token_ids.ndim == 2 else 1
         for column in columns:
-            chosen = token_ids if column.rows is None else token_ids[column.rows]
-            plain[column.client_index] = (column.handles, chosen.tobytes())
+            chosen = token_ids if column.rows is None else token_ids[..., column.rows]
+            plain[column.client_index] = (column.handles, chosen.tobytes(), num_steps)
 
     def add_detail(self, client_index: int, output: TokenOutput) -> None:
         """More than a plain token for one sequence; at most once per step and sequence."""
@@ -61,7 +63,8 @@ class OutputCollector:
         only = taken[0]
         details = only.details
         batches = {
-            client: OutputBatch(self._step_id, handles, token_ids, details.pop(client, [])) for client, (handles, token_ids) in only.plain.items()
+            client: OutputBatch(self._step_id, handles, token_ids, details.pop(client, []), num_steps)
+            for client, (handles, token_ids, num_steps) in only.plain.items()
         }
         for client, outputs in details.items():
             batches[client] = OutputBatch(self._step_id, b"", b"", outputs)
@@ -74,20 +77,22 @@ class OutputCollector:
 
     def _merged(self, client: int, taken: list[_Pending]) -> OutputBatch:
         columns = [pending.plain[client] for pending in taken if client in pending.plain]
-        handles = np.frombuffer(b"".join(h for h, _ in columns), dtype=np.int64)
-        tokens = np.frombuffer(b"".join(t for _, t in columns), dtype=np.int32)
-        detailed = {output.handle for pending in taken for output in pending.details.get(client, ())}
+        singles = [(handles, token_ids) for handles, token_ids, num_steps in columns if num_steps == 1]
+        handles = np.frombuffer(b"".join(h for h, _ in singles), dtype=np.int64)
+        tokens = np.frombuffer(b"".join(t for _, t in singles), dtype=np.int32)
+        # Whoever gained more than one token stands in the details.
+        several = [output.handle for pending in taken for output in pending.details.get(client, ())]
+        several += [handle for h, _, num_steps in columns if num_steps > 1 for handle in np.frombuffer(h, np.int64).tolist()]
         unique, counts = np.unique(handles, return_counts=True)
-        repeated = np.union1d(unique[counts > 1], np.fromiter(detailed, np.int64, len(detailed)))
+        repeated = np.union1d(unique[counts > 1], np.array(several, np.int64))
         plain = ~np.isin(handles, repeated)
+        mixed = set(repeated.tolist())
         merged: dict[int, TokenOutput] = {}
         for pending in taken:
             pieces = list(pending.details.get(client, ()))
             if client in pending.plain:
-                own_handles, own_tokens = pending.plain[client]
-                pairs = zip(np.frombuffer(own_handles, np.int64).tolist(), np.frombuffer(own_tokens, np.int32).tolist(), strict=True)
-                mixed = set(repeated.tolist())
-                pieces += [TokenOutput(handle=handle, token_ids=[token]) for handle, token in pairs if handle in mixed]
+                pairs = unpack_columns(*pending.plain[client])
+                pieces += [TokenOutput(handle=handle, token_ids=token_ids) for handle, token_ids in pairs if handle in mixed]
             for piece in pieces:
                 merged[piece.handle] = _joined(merged[piece.handle], piece) if piece.handle in merged else piece
         return OutputBatch(self._step_id, handles[plain].tobytes(), tokens[plain].tobytes(), list(merged.values()))

@@ -1,4 +1,4 @@
-"""Pipeline: the steps that workers have been given and not answered, oldest first."""
+"""Pipeline: the plans that workers have been given and not answered, oldest first."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class UnexpectedResult(RuntimeError):
 
 @dataclass(slots=True)
 class InFlightStep:
-    """One published plan, as far as its result must be understood.
+    """One published plan, as far as its results must be understood: one step, or the steps of a run that are not answered.
 
-    Rows of the result are ``batch`` (in its order), then ``samplers``.
+    Rows of a result are ``batch`` (in its order), then ``samplers``.
     """
 
-    step_id: int
+    step_id: int  # of the first of them
     batch: DecodeBatch
     # Slots of ``batch`` that reach their last token in this step (max_tokens or the model's length).
     last_slots: list[int]
@@ -28,8 +28,9 @@ class InFlightStep:
     samplers: list[tuple[int, RequestState]]
     expected_slots: bytes  # int32[rows]
     chunked: list[tuple[int, RequestState]]  # all slots with a chunk, samplers among them
-    num_tokens: int
+    num_tokens: int  # of one step
     published_at: float
+    num_steps: int = 1
     # Slots whose sequence has ended or left since: their rows mean nothing any more.
     dead: set[int] = field(default_factory=set)
 
@@ -39,7 +40,12 @@ class Pipeline:
         self._steps: deque[InFlightStep] = deque()
 
     def __len__(self) -> int:
+        """Plans in flight."""
         return len(self._steps)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(step.num_steps for step in self._steps)
 
     @property
     def oldest(self) -> InFlightStep | None:
@@ -48,11 +54,17 @@ class Pipeline:
     def push(self, step: InFlightStep) -> None:
         self._steps.append(step)
 
-    def pop(self, step_id: int) -> InFlightStep:
-        """The oldest step, which must be ``step_id``. Raises UnexpectedResult."""
-        if not self._steps or self._steps[0].step_id != step_id:
-            raise UnexpectedResult(f"result of step {step_id}; in flight: {[step.step_id for step in self._steps]}")
-        return self._steps.popleft()
+    def pop(self, step_id: int, num_steps: int = 1) -> InFlightStep:
+        """Take ``num_steps`` steps off the oldest plan, whose next one must be ``step_id``; returns it. Raises UnexpectedResult."""
+        step = self.oldest
+        if step is None or step.step_id != step_id or not 0 < num_steps <= step.num_steps:
+            in_flight = [(step.step_id, step.num_steps) for step in self._steps]
+            raise UnexpectedResult(f"result of step {step_id}, {num_steps} steps; in flight: {in_flight}")
+        step.step_id += num_steps
+        step.num_steps -= num_steps
+        if not step.num_steps:
+            self._steps.popleft()
+        return step
 
     def mark_dead(self, slot: int) -> None:
         """Whatever the steps in flight yield for ``slot`` is no longer wanted."""

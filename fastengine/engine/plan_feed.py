@@ -39,13 +39,14 @@ class PlanFeed:
 
     @property
     def num_in_flight(self) -> int:
+        """Steps that are not answered."""
         return self._num_in_flight
 
     def send(self, message: StepPlan | WorkerCommand) -> None:
         if isinstance(message, StepPlan):
             if not self._num_in_flight:
                 self._moved_at = time.monotonic()
-            self._num_in_flight += 1
+            self._num_in_flight += message.num_steps
         else:
             self._commands.sent(message)
         encoded = ENCODER.encode(message)
@@ -69,9 +70,9 @@ class PlanFeed:
             self.has_lost_rank = True
         return True
 
-    def answered(self) -> None:
-        """A result has come."""
-        self._num_in_flight -= 1
+    def answered(self, num_steps: int = 1) -> None:
+        """A result of so many steps has come."""
+        self._num_in_flight -= num_steps
         self._moved_at = time.monotonic()
 
     def replied(self, reply: WorkerReply) -> None:

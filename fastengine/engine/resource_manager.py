@@ -10,6 +10,9 @@ One token budget per step, no phases::
 A request's blocks for all tokens known at admission are allocated at once, so only decoding can run out of
 blocks; then the least important running request is preempted. Preemption waits until no step is in flight:
 first a request that finishes may make it unnecessary, and no sampled token is thrown away.
+
+While all that is to be done is decoding, and none of the sequences needs the engine before, a plan is a run of
+as many steps as RunLength allows. Nobody may wait: who is admitted is decided before every plan.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from fastengine.engine.admitter import Admit, Admitter
 from fastengine.engine.disk_transfers import DiskTransfers
 from fastengine.engine.pipeline import InFlightStep
 from fastengine.engine.request_state import RequestState, RequestStatus
+from fastengine.engine.run_length import RunLength
 from fastengine.engine.slots import EMPTY_BATCH, SlotTable
 from fastengine.engine.starter import Starter
 from fastengine.engine.step_draft import Chunk, StepDraft
@@ -44,9 +48,11 @@ class ResourceManager:
         metrics: EngineMetrics,
         clock: Callable[[], float],
         commands: WorkerCommands,
+        run_length: RunLength,
         num_disk_blocks: int = 0,
     ):
         self.kv = kv
+        self._run_length = run_length
         self._config = config
         self._slots = slots
         self._waiting = waiting
@@ -61,8 +67,8 @@ class ResourceManager:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def plan_step(self, *, nothing_in_flight: bool, admit: Admit) -> tuple[StepPlan, InFlightStep] | None:
-        """The next step; None when there is nothing to run, or not before the steps in flight are answered."""
+    def plan_step(self, *, nothing_in_flight: bool, admit: Admit, may_run_on: bool = False) -> tuple[StepPlan, InFlightStep] | None:
+        """The next step, or with ``may_run_on`` the next few; None when there is nothing to run, or not before the steps in flight are answered."""
         if self._by_priority and admit is Admit.ALL and not self._make_room_for_better(nothing_in_flight):
             return None
         preempted = False
@@ -80,7 +86,14 @@ class ResourceManager:
             if not preempted:
                 self._admitter.admit(draft, admit)
             self._use_up_budget(draft)
+        if may_run_on and draft.batch.is_plain and self._only_decodes(draft):
+            draft.num_steps += self._slots.advance_freely(self._run_length.most_steps(draft.batch.size) - 1)
         return self._complete(draft)
+
+    def _only_decodes(self, draft: StepDraft) -> bool:
+        """Whether the steps after ``draft``'s could be the same again."""
+        busy = draft.chunks or draft.last_slots or self.num_restoring or self.kv.has_swaps
+        return not (busy or len(self._waiting))
 
     def plan_alone(self, request: RequestState) -> tuple[StepPlan, InFlightStep]:
         """A step of nothing but ``request``, which waits or is being prefilled. No step may be in flight."""
@@ -143,8 +156,6 @@ class ResourceManager:
             chunk.length += more
             draft.budget -= more
 
-    # -- the plan -------------------------------------------------------------------------------
-
     # -- completing a plan ----------------------------------------------------------------------
 
     def _complete(self, draft: StepDraft) -> tuple[StepPlan, InFlightStep] | None:
@@ -154,8 +165,8 @@ class ResourceManager:
         if not (batch.size or chunks or has_swaps):
             return None
         step_id = self._next_step_id
-        self._next_step_id += 1
-        step = InFlightStep(step_id, batch, draft.last_slots, [], batch.packed, [], batch.size, self._clock())
+        self._next_step_id += draft.num_steps
+        step = InFlightStep(step_id, batch, draft.last_slots, [], batch.packed, [], batch.size, self._clock(), draft.num_steps)
         columns = (b"", b"", b"")
         if chunks:
             # The slots as they are now: a request may have a different one by the time of the result.
@@ -182,6 +193,7 @@ class ResourceManager:
             chunk_lengths=columns[2],
             swap_out=swap_out,
             swap_in=swap_in,
+            num_steps=draft.num_steps,
         )
         return plan, step
 

@@ -16,6 +16,7 @@ from fastengine.engine.outputs import OutputCollector
 from fastengine.engine.pipeline import InFlightStep, Pipeline, UnexpectedResult
 from fastengine.engine.request_state import RequestState, Tokens
 from fastengine.engine.resource_manager import ResourceManager
+from fastengine.engine.run_length import RunLength
 from fastengine.engine.slots import Index, SlotTable
 from fastengine.engine.stop_tokens import StopTokens
 from fastengine.observability.metrics import EngineMetrics
@@ -35,6 +36,7 @@ class ResultProcessor:
         lifecycle: Lifecycle,
         outputs: OutputCollector,
         stop_tokens: StopTokens,
+        run_length: RunLength,
         metrics: EngineMetrics,
         clock: Callable[[], float],
     ):
@@ -44,6 +46,7 @@ class ResultProcessor:
         self._lifecycle = lifecycle
         self._outputs = outputs
         self._stop_tokens = stop_tokens
+        self._run_length = run_length
         self._metrics = metrics
         self._clock = clock
         self._token_interval = metrics.histograms["time_per_output_token_seconds"]
@@ -53,13 +56,40 @@ class ResultProcessor:
         self._last_result_at: float | None = None
 
     def process(self, result: StepResult) -> list[RequestState]:
-        """Apply the result of the oldest step in flight; returns the requests whose chunk sampled.
+        """Apply the result of the oldest steps in flight; returns the requests whose chunk sampled.
 
-        Raises UnexpectedResult when it isn't that step's, or its rows are not the step's.
+        Raises UnexpectedResult when it isn't theirs, or its rows are not those of the plan.
         """
-        step = self._pipeline.pop(result.step_id)
-        self._outputs.begin_step(step.step_id)
         now = self._clock()
+        sampled: list[RequestState] = []
+        if result.num_steps == 1:
+            step, num_decodes, sampled = self._apply(result, now)
+        else:
+            step, num_decodes = self._apply_run(result, now)
+        self._measure(step, result, num_decodes, len(sampled), now)
+        return sampled
+
+    def _apply_run(self, result: StepResult, now: float) -> tuple[InFlightStep, int]:
+        """Several steps at once; as each by itself if any row needs a look. Returns the plan, and how many tokens were wanted."""
+        tokens = unpack_token_ids(result.token_ids).reshape(result.num_steps, len(result.slots) // 4)
+        plan = self._pipeline.oldest
+        if plan is None or plan.dead or result.slots != plan.expected_slots or self._stop_tokens.reasons.take(tokens, mode="clip").any():
+            num_tokens = 0
+            for i, row in enumerate(tokens):
+                plan, num_decodes, _ = self._apply(StepResult(step_id=result.step_id + i, slots=result.slots, token_ids=row.tobytes()), now)
+                num_tokens += num_decodes
+            assert plan is not None
+            return plan, num_tokens
+        self._pipeline.pop(result.step_id, result.num_steps)
+        self._outputs.begin_step(result.step_id + result.num_steps - 1)
+        self._slots.append_all(plan.batch, tokens)
+        self._outputs.add_columns(plan.batch.columns, tokens)
+        return plan, tokens.size
+
+    def _apply(self, result: StepResult, now: float) -> tuple[InFlightStep, int, list[RequestState]]:
+        """One step. Returns its plan, how many decoded tokens were wanted, and the requests whose chunk sampled."""
+        step = self._pipeline.pop(result.step_id)
+        self._outputs.begin_step(result.step_id)
         tokens = unpack_token_ids(result.token_ids)
         if result.slots != step.expected_slots:
             tokens = self._without_failed(step, result, tokens)
@@ -74,8 +104,7 @@ class ResultProcessor:
         if num_decodes:
             num_decodes = self._append_decoded(step, tokens[:num_decodes] if step.samplers else tokens, logprobs)
         sampled = self._append_first(step, tokens[step.batch.size :], logprobs, now) if step.samplers else []
-        self._measure(step, num_decodes, len(sampled), now)
-        return sampled
+        return step, num_decodes, sampled
 
     # -- decoding rows --------------------------------------------------------------------------
 
@@ -192,7 +221,7 @@ class ResultProcessor:
         missing = set(expected[~present].tolist())
         failed = {error.slot for error in result.errors}
         if not np.array_equal(expected[present], answered) or not missing <= failed | step.dead:
-            raise UnexpectedResult(f"step {step.step_id} was to sample slots {expected.tolist()}, the result has {answered.tolist()}")
+            raise UnexpectedResult(f"step {result.step_id} was to sample slots {expected.tolist()}, the result has {answered.tolist()}")
         filled = np.zeros(len(expected), dtype=np.int32)
         filled[present] = tokens
         step.dead |= missing - failed
@@ -215,14 +244,18 @@ class ResultProcessor:
             histograms["request_prefill_time_seconds"].observe(now - request.started_at)
         self._metrics.counters["prompt_tokens"] += request.num_prompt
 
-    def _measure(self, step: InFlightStep, num_decodes: int, num_first: int, now: float) -> None:
-        # Every decoding row had its previous token in the previous result: one interval stands for all.
+    def _measure(self, step: InFlightStep, result: StepResult, num_decodes: int, num_first: int, now: float) -> None:
+        num_steps = result.num_steps
+        # Every decoding row had its previous token in the previous result: one interval stands for all. In a run it is the mean.
         if num_decodes and self._last_result_at is not None:
-            self._token_interval.observe(now - self._last_result_at, num_decodes)
+            self._token_interval.observe((now - self._last_result_at) / num_steps, num_decodes)
         self._last_result_at = now
-        self._step_time.observe(now - step.published_at)
-        self._step_tokens.observe(step.num_tokens)
-        self._batch_size.observe(step.batch.size + len(step.chunked))
+        self._step_time.observe((now - step.published_at) / num_steps, num_steps)
+        step.published_at = now  # for what is left of a run
+        self._step_tokens.observe(step.num_tokens, num_steps)
+        self._batch_size.observe(step.batch.size + len(step.chunked), num_steps)
         counters = self._metrics.counters
         counters["generation_tokens"] += num_decodes + num_first
-        counters["num_steps"] += 1
+        counters["num_steps"] += num_steps
+        if not step.chunked and step.batch.size:
+            self._run_length.observe(step.batch.size, num_steps, result.forward_us + result.sample_us)

@@ -225,7 +225,7 @@ class EngineService:
         self._group = self._group_type(self.config, self._runtime.path, self._generation, ring_sizes(self.config, self._limits))
         self._feed = PlanFeed(self._group.link, self.config.parallel.watchdog_timeout)
         storage_dir = None if self._storage is None else self._storage.path
-        self._start = WorkerStart(self.config.cache, self._group.num_ranks, storage_dir)
+        self._start = WorkerStart(self.config.cache, self._group.num_ranks, storage_dir, self.config.scheduler.decode_run_ms)
         self._generation += 1
         self._watch_processes()
 
@@ -259,7 +259,7 @@ class EngineService:
     def _process_result(self, result: StepResult) -> None:
         if self._core is None or self._feed is None:
             raise UnexpectedResult(f"result of step {result.step_id} before the first step")
-        self._feed.answered()
+        self._feed.answered(result.num_steps)
         self._core.process_result(result)
 
     def _rank_is_ready(self, ready: WorkerReady) -> None:
@@ -285,7 +285,9 @@ class EngineService:
         if self._core is None:
             rank_0 = self._start.ready[0]
             start = self._start
-            self._core = EngineCore(self.config, self._limits, start.num_blocks, start.num_host_blocks, start.num_disk_blocks)
+            self._core = EngineCore(
+                self.config, self._limits, start.num_blocks, start.num_host_blocks, start.num_disk_blocks, decode_run_ms=start.decode_run_ms
+            )
             self._core.set_compiled_ops(rank_0.device, rank_0.compiled_ops)
             self._evidence.watch(self._core)
             if self._spans is not None:

@@ -25,7 +25,9 @@ import numpy.typing as npt
 
 from fastengine.cache.kv_cache_manager import SequenceBlocks
 from fastengine.engine.request_state import RequestState, Tokens
+from fastengine.protocol.steps import MAX_RUN_STEPS
 from fastengine.protocol.tokens import pack_token_ids
+from fastengine.sampling_rules import is_plain
 
 Index = npt.NDArray[np.int64]
 
@@ -48,11 +50,13 @@ class DecodeBatch:
     token_base: Index  # where each slot's tokens start in the flat token buffer
     columns: list[ClientColumn]
     size: int
+    is_plain: bool  # all of them sample plainly (see sampling_rules.is_plain)
 
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 NO_ROWS: Index = np.empty(0, dtype=np.int64)
-EMPTY_BATCH = DecodeBatch(NO_ROWS, b"", NO_ROWS, [], 0)
+EMPTY_BATCH = DecodeBatch(NO_ROWS, b"", NO_ROWS, [], 0, False)
+RUN_OFFSETS = np.arange(MAX_RUN_STEPS, dtype=np.int64)[:, None]
 
 
 class SlotTable:
@@ -79,6 +83,7 @@ class SlotTable:
         self._write_at: Index = NO_ROWS  # where the next token of each of its rows goes in the flat buffer
         self._num_pending = 0
         self._decoding = np.zeros(num_slots, dtype=np.bool_)
+        self._is_plain = np.zeros(num_slots, dtype=np.bool_)
         self._alive = np.ones(num_slots, dtype=np.bool_)  # scratch of alive_rows(), all true in between
         self._free = list(range(num_slots - 1, -1, -1))
         self._released: list[int] = []
@@ -111,6 +116,7 @@ class SlotTable:
         self.handles[slot] = request.request.handle
         self.clients[slot] = request.request.client_index
         self.requests[slot] = request
+        self._is_plain[slot] = is_plain(request.request.sampling)
         request.slot = slot
         return slot
 
@@ -200,6 +206,14 @@ class SlotTable:
         self._tick += 1
         return ended
 
+    def advance_freely(self, most: int) -> int:
+        """Every decoding slot computes up to ``most`` more positions, as long as none reaches its limit; returns how many."""
+        count = 0
+        while count < most and self._tick not in self._due:
+            self._tick += 1
+            count += 1
+        return count
+
     def _limit_at(self, slot: int) -> int:
         """The tick at which a decoding slot reaches its limit."""
         return min(self.capacity[slot], self.last_position[slot]) - self._computed[slot]
@@ -245,14 +259,19 @@ class SlotTable:
         return known + 1
 
     def append_all(self, batch: DecodeBatch, token_ids: Tokens) -> None:
-        """One more known token for every row of ``batch``."""
+        """One more known token (int32[n]) for every row of ``batch``, or N more (int32[N, n])."""
         if batch is not self._open_batch:
             self._settle_known()
             self._open_batch = batch
             self._write_at = batch.token_base + self._known[batch.slots]
-        self._flat_tokens[self._write_at] = token_ids
-        self._write_at += 1
-        self._num_pending += 1
+        count = 1
+        if token_ids.ndim == 1:
+            self._flat_tokens[self._write_at] = token_ids
+        else:
+            count = len(token_ids)
+            self._flat_tokens[self._write_at + RUN_OFFSETS[:count]] = token_ids
+        self._write_at += count
+        self._num_pending += count
 
     def append_some(self, batch: DecodeBatch, rows: Index, token_ids: Tokens) -> None:
         """One more known token for these rows of ``batch``."""
@@ -281,7 +300,8 @@ class SlotTable:
         slots = self._decoding.nonzero()[0]
         if len(slots) == 0:
             return EMPTY_BATCH
-        return DecodeBatch(slots, pack_token_ids(slots), slots * self.tokens.shape[1], self.columns_of(slots), len(slots))
+        token_base = slots * self.tokens.shape[1]
+        return DecodeBatch(slots, pack_token_ids(slots), token_base, self.columns_of(slots), len(slots), bool(self._is_plain[slots].all()))
 
     def columns_of(self, slots: Index) -> list[ClientColumn]:
         """``slots`` split by API process."""

@@ -31,6 +31,7 @@ class StepDraft:
     chunks: list[Chunk] = field(default_factory=list)
     started: list[StartedSequence] = field(default_factory=list)
     started_bytes: int = 0
+    num_steps: int = 1
 
     @property
     def num_partial(self) -> int:

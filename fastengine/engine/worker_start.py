@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastengine.config import CacheConfig
+from fastengine.config import DEFAULT_DECODE_RUN_MS, CacheConfig
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.protocol.steps import WorkerCommand, WorkerReady, WorkerReply
 
@@ -34,11 +34,12 @@ def open_kv_storage(config: CacheConfig) -> RuntimeDir | None:
 class WorkerStart:
     """One generation's start. Each rank says that it is ready, is told to take KV memory, and confirms."""
 
-    def __init__(self, config: CacheConfig, num_ranks: int, storage_dir: Path | None = None):
-        """``storage_dir``: where ranks keep KV blocks in files; None: nowhere."""
+    def __init__(self, config: CacheConfig, num_ranks: int, storage_dir: Path | None = None, decode_run_ms: float | None = None):
+        """``storage_dir``: where ranks keep KV blocks in files; None: nowhere. ``decode_run_ms`` is SchedulerConfig's."""
         self._config = config
         self._num_ranks = num_ranks
         self._storage_dir = storage_dir
+        self._decode_run_ms = decode_run_ms
         self._confirmed: set[int] = set()
         self.ready: dict[int, WorkerReady] = {}
 
@@ -54,6 +55,13 @@ class WorkerStart:
     @property
     def num_disk_blocks(self) -> int:
         return int(self._config.kv_storage_gib * 2**30) // self._bytes_per_block if self._storage_dir else 0
+
+    @property
+    def decode_run_ms(self) -> float:
+        """What a plan of decodes alone may take; 0: one step a plan. As configured, or by what the ranks gain from it."""
+        if self._decode_run_ms is not None:
+            return self._decode_run_ms
+        return DEFAULT_DECODE_RUN_MS if all(rank.computes_runs for rank in self.ready.values()) else 0.0
 
     @property
     def _bytes_per_block(self) -> int:

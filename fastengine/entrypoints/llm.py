@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 from tqdm import tqdm
 
@@ -23,7 +22,7 @@ from fastengine.model_files.load import load_spec
 from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse, ToClient
 from fastengine.protocol.outputs import EngineError, EngineStatus, OutputBatch, TokenOutput, TopLogprobs
 from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, SamplingParams
-from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
+from fastengine.protocol.tokens import pack_token_ids, unpack_columns
 from fastengine.sampling_rules import check_sampling, derived_seed
 from fastengine.text.chat_template import load_chat_template
 from fastengine.text.load import load_tokenizer
@@ -266,10 +265,11 @@ class LLM:
             self._send(self._connection.intake, message)
 
     def _take(self, batch: OutputBatch, live: dict[int, _Sequence]) -> tuple[int, int]:
-        """Apply one step's outputs; returns (sequences that ended, tokens gained)."""
+        """Apply a message's outputs; returns (sequences that ended, tokens gained)."""
         done = gained = 0
-        handles = np.frombuffer(batch.handles, dtype="<i8").tolist()
-        plain = (TokenOutput(handle=h, token_ids=[t]) for h, t in zip(handles, unpack_token_ids(batch.token_ids).tolist(), strict=True))
+        plain = (
+            TokenOutput(handle=handle, token_ids=token_ids) for handle, token_ids in unpack_columns(batch.handles, batch.token_ids, batch.num_steps)
+        )
         for out in itertools.chain(batch.details, plain):
             sequence = live.get(out.handle)
             if sequence is None:  # ended by a stop string: the engine had computed further

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from fastengine.frontend.engine_client import EngineClient
 from fastengine.frontend.errors import ApiError, engine_unavailable
@@ -39,13 +38,12 @@ from fastengine.protocol.outputs import (
     TopLogprobs,
 )
 from fastengine.protocol.requests import GenerateRequest, SamplingParams
+from fastengine.protocol.tokens import unpack_columns
 
 logger = logging.getLogger(__name__)
 NOBODY_CAN_RESUME = "the server is shutting down while it is paused: nobody can resume it any more"
 # The engine itself ends a request at its timeout; past this much more it counts as stuck.
 DEADLINE_GRACE_S = 10.0
-HANDLE_DTYPE = np.dtype("<i8")
-TOKEN_DTYPE = np.dtype("<i4")
 
 
 class SequenceUpdate(msgspec.Struct, kw_only=True):
@@ -365,22 +363,20 @@ class RequestManager:
     # -- called by the engine client ----------------------------------------------------------
 
     def on_outputs(self, batch: OutputBatch) -> None:
-        """Put one step's tokens into the records' mailboxes and wake their readers."""
+        """Put the tokens of a step, or of a few, into the records' mailboxes and wake their readers."""
         records = self._records
-        handles = np.frombuffer(batch.handles, dtype=HANDLE_DTYPE).tolist()
-        token_ids = np.frombuffer(batch.token_ids, dtype=TOKEN_DTYPE).tolist()
-        for handle, token_id in zip(handles, token_ids, strict=True):
+        for handle, token_ids in unpack_columns(batch.handles, batch.token_ids, batch.num_steps):
             record = records.get(handle)
             if record is None:
                 continue  # aborted here, the engine does not know yet
             if record.sent is not None:
-                record.sent.token_ids.append(token_id)
+                record.sent.token_ids += token_ids
             pending = record.pending
             if pending is None:
-                record.pending = SequenceUpdate(index=record.index, token_ids=[token_id])
+                record.pending = SequenceUpdate(index=record.index, token_ids=token_ids)
                 record.stream._notify(record)
             else:
-                pending.token_ids.append(token_id)
+                pending.token_ids += token_ids
         for output in batch.details:
             record = records.get(output.handle)
             if record is not None:

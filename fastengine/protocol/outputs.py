@@ -1,4 +1,4 @@
-"""Engine -> API process: one message per process and step."""
+"""Engine -> API process: one message per process and step, or run of steps."""
 
 from __future__ import annotations
 
@@ -62,16 +62,17 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
-    """All tokens of one step for one API process.
+    """All tokens of one step, or of a run of them, for one API process.
 
-    Sequences that gained exactly one plain token stand in the two parallel columns ``handles``
-    (int64 little-endian) and ``token_ids`` (int32 little-endian); every other one in ``details``.
+    Sequences that gained exactly ``num_steps`` plain tokens stand in the two columns ``handles`` (int64 little-endian [n])
+    and ``token_ids`` (int32 little-endian [num_steps, n]); every other one in ``details``.
     """
 
-    step_id: int
+    step_id: int  # the last one's
     handles: bytes
     token_ids: bytes
     details: list[TokenOutput] = []
+    num_steps: int = 1
 
 
 class EngineStatus(msgspec.Struct, frozen=True, tag="status", array_like=True):

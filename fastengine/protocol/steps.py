@@ -13,6 +13,10 @@ A plan is applied in this order: ``released``, ``started``, ``grown``, then the 
 
 A decode row's input is the token its slot sampled last, which the worker knows: the engine may
 publish plan k+1 before it has seen the result of plan k.
+
+A plan of decodes alone may be a *run*: ``num_steps`` N means the same as N plans, ``step_id`` to ``step_id +
+N - 1``, with the same ``decodes``, the differences applied before the first. Its results come in order, each for
+one step or for several: one message for the whole run as long as nothing in it is unusual.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import msgspec
 
 from fastengine.protocol.outputs import TopLogprobs
 from fastengine.protocol.requests import SamplingParams
+
+MAX_RUN_STEPS = 16
 
 
 class StartedSequence(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -59,6 +65,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag="plan", array_like=True, kw_only
     # KV blocks to move between the device pool and the host tier before the forward pass, as pairs.
     swap_out: bytes = b""  # int32[k, 2]: device block -> host block
     swap_in: bytes = b""  # int32[k, 2]: host block -> device block
+    num_steps: int = 1  # of a run, at most MAX_RUN_STEPS; 1 for a plan with started sequences or chunks
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):
@@ -83,17 +90,21 @@ class SlotEmbedding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result", array_like=True, kw_only=True):
-    """Rank 0's answer to a plan. Rows are the slots that sampled: decodes, then finished chunks."""
+    """Rank 0's answer to a plan, or to the next ``num_steps`` N steps of a run. Rows are the slots that sampled: decodes, then finished chunks.
+
+    With N > 1 there are token ids and times and nothing else, for every slot of the run.
+    """
 
     step_id: int
     slots: bytes = b""  # int32[r]
-    token_ids: bytes = b""  # int32[r]: the sampled token of each
+    token_ids: bytes = b""  # int32[N, r]: the sampled token of each
     logprobs: list[SlotLogprobs] = []
     prompt_logprobs: list[SlotLogprobs] = []  # for the positions this step's chunks computed
     errors: list[RowError] = []
-    forward_us: int = 0
+    forward_us: int = 0  # of all N steps
     sample_us: int = 0
     embeddings: list[SlotEmbedding] = []
+    num_steps: int = 1  # N
 
 
 class WorkerCommand(msgspec.Struct, frozen=True, tag="command", array_like=True, kw_only=True):
@@ -128,6 +139,7 @@ class WorkerReady(msgspec.Struct, frozen=True, tag="ready", array_like=True, kw_
     num_blocks: int  # what fits by this rank's own measure
     compiled_ops: dict[str, str] = {}
     load_s: float = 0.0
+    computes_runs: bool = False  # it gains by runs; every rank can take them
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", array_like=True, kw_only=True):

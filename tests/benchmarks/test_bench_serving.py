@@ -268,6 +268,7 @@ def test_summary_numbers() -> None:
     assert summary.output_tokens_per_s == 3.5
     assert summary.ttft_p50 == pytest.approx(200)
     assert summary.itl_p50 == pytest.approx(150)
+    assert summary.tpot_p50 == summary.tpot_p99 == pytest.approx(60)  # 300 ms for five tokens after the first
     assert summary.e2e_p50 == pytest.approx(550)
     assert summary.tokens_per_chunk == 7 / 4
     assert summary.client_cpu_us_per_token == pytest.approx(10_000)

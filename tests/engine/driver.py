@@ -14,9 +14,9 @@ from fastengine.engine.core import EngineCore, ModelLimits
 from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse
 from fastengine.protocol.outputs import EngineError, OutputBatch, TokenOutput
 from fastengine.protocol.requests import GenerateRequest, SamplingParams
-from fastengine.protocol.steps import StepPlan, WorkerCommand
-from fastengine.protocol.tokens import pack_token_ids
-from tests.engine.fake_worker import EOS, VOCAB, FakeWorker, WorkerDied
+from fastengine.protocol.steps import StepPlan, StepResult, WorkerCommand
+from fastengine.protocol.tokens import pack_token_ids, unpack_columns
+from tests.engine.fake_worker import EOS, STEP_US, VOCAB, FakeWorker, WorkerDied
 
 MAX_MODEL_LEN = 256
 
@@ -81,8 +81,10 @@ class Driver:
         num_host_blocks: int = 0,
         max_swaps: int | None = None,
         num_disk_blocks: int = 0,
+        run_steps: int = 1,
         **flags: Any,
     ):
+        """``run_steps``: how many steps of plain decodes one plan may hold."""
         self.config = make_config(**flags)
         self.time = 100.0
         self.limits = ModelLimits(max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids=(EOS,))
@@ -92,11 +94,20 @@ class Driver:
         # For the workers' threads, not answered; beside each the plan it comes after.
         self.transfers: deque[tuple[int, WorkerCommand]] = deque()
         self.core = EngineCore(
-            self.config, self.limits, num_blocks, num_host_blocks, num_disk_blocks, max_swaps, clock=lambda: self.time, wall_clock=lambda: self.time
+            self.config,
+            self.limits,
+            num_blocks,
+            num_host_blocks,
+            num_disk_blocks,
+            max_swaps,
+            decode_run_ms=run_steps * STEP_US / 1000 if run_steps > 1 else 0.0,
+            clock=lambda: self.time,
+            wall_clock=lambda: self.time,
         )
         self.num_blocks = num_blocks
         self.worker = self.new_worker()
         self.published: deque[StepPlan] = deque()
+        self.results: deque[StepResult] = deque()  # of the oldest published plan, not handed to the engine yet
         self.received: dict[tuple[int, int], Received] = {}
         self.responses: dict[str, ControlResponse] = {}
         self.next_handle = 0
@@ -154,12 +165,12 @@ class Driver:
             self.responses[response.request_id] = response
 
     def deliver_batch(self, client: int, batch: OutputBatch) -> None:
-        handles = np.frombuffer(batch.handles, dtype="<i8").tolist()
-        tokens = np.frombuffer(batch.token_ids, dtype="<i4").tolist()
-        everyone = handles + [output.handle for output in batch.details]
+        columns = list(unpack_columns(batch.handles, batch.token_ids, batch.num_steps))
+        everyone = [handle for handle, _ in columns] + [output.handle for output in batch.details]
         assert len(set(everyone)) == len(everyone), "a handle twice in one message"
-        for handle, token in zip(handles, tokens, strict=True):
-            self.received[client, handle].add_plain(token)
+        for handle, tokens in columns:
+            for token in tokens:
+                self.received[client, handle].add_plain(token)
         for output in batch.details:
             self.received[client, output.handle].add(output)
 
@@ -222,25 +233,30 @@ class Driver:
         return count > 0
 
     def answer(self) -> bool:
-        """Run the oldest published step; False when there is none. A dying worker is restarted."""
+        """Hand over the next result of the oldest published plan; False when there is none. A dying worker is restarted."""
         if not self.published:
             return False
-        try:
-            self.core.process_result(self.worker.run(self.published[0]))
+        if not self.results:
+            try:
+                self.results.extend(self.worker.run(self.published[0]))
+            except WorkerDied:
+                self.crash()
+                return True
+        self.core.process_result(self.results.popleft())
+        if not self.results:
             self.published.popleft()
-        except WorkerDied:
-            self.crash()
         return True
 
     def crash(self) -> None:
         """The worker dies with whatever it has not answered, and another takes its place."""
-        poison, failing = self.worker.poison, self.worker.failing
+        poison, failing, run_pieces = self.worker.poison, self.worker.failing, self.worker.run_pieces
         self.published.clear()
+        self.results.clear()
         self.transfers.clear()
         self.core.workers_lost("killed")
         self.deliver()
         self.worker = self.new_worker()
-        self.worker.poison, self.worker.failing = poison, failing
+        self.worker.poison, self.worker.failing, self.worker.run_pieces = poison, failing, run_pieces
         self.core.workers_restarted(self.num_blocks)
 
     def turn(self) -> bool:

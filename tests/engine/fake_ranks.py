@@ -76,13 +76,14 @@ class FakeRank:
 
     def step(self, plan: StepPlan) -> None:
         assert self.worker is not None
-        result = self.worker.run(plan)
-        time.sleep(STEP_S)
+        results = self.worker.run(plan)
+        time.sleep(STEP_S * plan.num_steps)
         for request_id in self.worker.last_batch:
             if "once" not in request_id or self.args.generation == 0:
                 self.misbehave(request_id, plan.step_id)
         if self.rank == 0:
-            self.send(result)
+            for result in results:
+                self.send(result)
 
     def misbehave(self, request_id: str, step_id: int) -> None:
         is_last = self.rank == self.args.num_ranks - 1

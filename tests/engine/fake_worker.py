@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
 from fastengine.protocol.outputs import INVALID_GRAMMAR, TopLogprobs
 from fastengine.protocol.requests import SamplingParams
-from fastengine.protocol.steps import RowError, SlotLogprobs, StepPlan, StepResult, WorkerCommand, WorkerReply
+from fastengine.protocol.steps import MAX_RUN_STEPS, RowError, SlotLogprobs, StepPlan, StepResult, WorkerCommand, WorkerReply
 from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
 
 VOCAB = 64
 EOS = 2
+STEP_US = 1000  # what it says a step took
 
 
 def kv_hashes(tokens: list[int], weights: int) -> list[int]:
@@ -58,6 +60,7 @@ class FakeSlot:
     blocks: list[int]
     sampling: SamplingParams
     request_id: str
+    failed: bool = False
 
 
 @dataclass
@@ -83,6 +86,7 @@ class FakeWorker:
     log_level: str | None = None
     disk: dict[bytes, np.ndarray] = field(default_factory=dict)  # outlives workers
     disk_is_broken: bool = False
+    run_pieces: list[int] = field(default_factory=lambda: [MAX_RUN_STEPS])  # steps of a run that are answered at once
 
     def __post_init__(self) -> None:
         self.kv = np.full((self.num_blocks, self.block_size), -1, dtype=np.int64)
@@ -91,9 +95,24 @@ class FakeWorker:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan) -> list[StepResult]:
+        """The plan's results: of a run one for each of ``run_pieces`` steps, in turn, unless a row is unusual."""
+        assert 1 <= plan.num_steps <= MAX_RUN_STEPS
+        assert plan.num_steps == 1 or not (plan.started or plan.chunk_slots), "a run of more than decodes"
+        results = [self.step(plan)]
+        results += [self.step(StepPlan(step_id=plan.step_id + i, decodes=plan.decodes)) for i in range(1, plan.num_steps)]
+        pieces = []
+        while results:
+            usual = list(takewhile(lambda one: one.slots == plan.decodes and not (one.errors or one.logprobs), results))
+            size = max(1, min(self.run_pieces[0], len(usual)))
+            self.run_pieces = [*self.run_pieces[1:], self.run_pieces[0]]
+            pieces.append(joined(results[:size]))
+            del results[:size]
+        return pieces
+
+    def step(self, plan: StepPlan) -> StepResult:
         assert not self.asleep, "a step while asleep"
-        assert plan.step_id > self.last_step, "steps out of order"
+        assert plan.step_id == self.last_step + 1 or self.last_step < 0, "steps out of order"
         self.last_step = plan.step_id
         self.swap(plan)
         for slot in ints(plan.released):
@@ -107,12 +126,12 @@ class FakeWorker:
             self.verify(row, started.num_computed)
         for slot, block in zip(ints(plan.grown_slots), ints(plan.grown_blocks), strict=True):
             self.slots[slot].blocks.append(block)
-        rows = [(slot, len(self.slots[slot].tokens) - 1, 1) for slot in ints(plan.decodes)]
+        rows = [(slot, len(self.slots[slot].tokens) - 1, 1) for slot in ints(plan.decodes) if not self.slots[slot].failed]
         rows += list(zip(ints(plan.chunk_slots), ints(plan.chunk_starts), ints(plan.chunk_lengths), strict=True))
         assert len({slot for slot, _, _ in rows}) == len(rows), "a slot twice in one step"
         num_tokens = sum(length for _, _, length in rows)
         assert num_tokens <= self.max_batched_tokens, f"{num_tokens} tokens in one step"
-        assert num_tokens or plan.swap_in or plan.swap_out, "an empty step"
+        assert plan.decodes or num_tokens or plan.swap_in or plan.swap_out, "an empty step"
         self.step_tokens.append(num_tokens)
         self.last_batch = [self.slots[slot].request_id for slot, _, _ in rows]
         if self.poison & set(self.last_batch):
@@ -143,6 +162,7 @@ class FakeWorker:
             self.verify(row, start + length)
             if row.request_id in self.failing:
                 errors.append(RowError(slot, 400, "the grammar has no way on", INVALID_GRAMMAR))
+                row.failed = True
                 continue
             if row.sampling.prompt_logprobs is not None:
                 known = [fake_logprobs(row.tokens[p + 1]) for p in range(start, start + length) if p + 1 < row.num_prompt]
@@ -162,6 +182,7 @@ class FakeWorker:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=errors,
+            forward_us=STEP_US,
         )
 
     def write(self, row: FakeSlot, start: int, length: int) -> None:
@@ -233,6 +254,17 @@ class FakeWorker:
             return WorkerReply(command_id=command.command_id, rank=rank, result=self.command(command))
         except CommandFailed as failure:
             return WorkerReply(command_id=command.command_id, rank=rank, error=failure.message, error_code=failure.code)
+
+
+def joined(results: list[StepResult]) -> StepResult:
+    """The results of steps that sampled the same slots, as one."""
+    first = results[0]
+    if len(results) == 1:
+        return first
+    token_ids = b"".join(one.token_ids for one in results)
+    return StepResult(
+        step_id=first.step_id, slots=first.slots, token_ids=token_ids, forward_us=sum(one.forward_us for one in results), num_steps=len(results)
+    )
 
 
 class WorkerDied(Exception):

@@ -22,9 +22,9 @@ from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.protocol.control import ControlCommand, ControlRequest, ControlResponse, GetMetrics, ToClient
 from fastengine.protocol.outputs import EngineStatus, OutputBatch, TokenOutput
 from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, SamplingParams
-from fastengine.protocol.tokens import pack_token_ids
+from fastengine.protocol.tokens import pack_token_ids, unpack_columns
 from tests.engine.driver import MAX_MODEL_LEN, Received, make_config
-from tests.engine.fake_worker import EOS, VOCAB, ints
+from tests.engine.fake_worker import EOS, VOCAB
 
 FAKE_RANKS = Path(__file__).with_name("fake_ranks.py")
 CLIENT = 0
@@ -113,8 +113,9 @@ class ServiceHarness:
         elif isinstance(message, ControlResponse):
             self.responses.append(message)
         else:
-            for handle, token in zip(memoryview(message.handles).cast("q"), ints(message.token_ids), strict=True):
-                self.received[handle].add_plain(token)
+            for handle, tokens in unpack_columns(message.handles, message.token_ids, message.num_steps):
+                for token in tokens:
+                    self.received[handle].add_plain(token)
             for output in message.details:
                 assert isinstance(output, TokenOutput)
                 self.received[output.handle].add(output)

@@ -31,8 +31,22 @@ class EngineMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 5, 12, 60]),
         max_swaps=st.sampled_from([1, 2, 8]),
         num_disk_blocks=st.sampled_from([0, 3, 60]),
+        run_steps=st.sampled_from([1, 2, 3, 5, 16]),
+        run_pieces=st.sampled_from([[16], [1], [2, 1, 3], [16, 2]]),
     )
-    def start(self, num_blocks: int, overlap: bool, caching: bool, policy: str, num_seqs: int, budget: int, threshold: int, **host: int) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        overlap: bool,
+        caching: bool,
+        policy: str,
+        num_seqs: int,
+        budget: int,
+        threshold: int,
+        run_steps: int,
+        run_pieces: list[int],
+        **host: int,
+    ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
             overlap=overlap,
@@ -43,8 +57,10 @@ class EngineMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             max_model_len=80,
             max_num_partial_prefills=2,
+            run_steps=run_steps,
             **(host if host["num_host_blocks"] else {}),
         )
+        self.driver.worker.run_pieces = run_pieces
         turn = self.driver.turn
 
         def checked_turn() -> bool:

@@ -154,7 +154,7 @@ def test_outputs_that_were_not_taken_are_merged() -> None:
     received = [driver.add(prompt(i, 4), max_tokens=5, ignore_eos=True) for i in range(3)]
     other = driver.add(prompt(8, 4), max_tokens=50, ignore_eos=True, client=1)
     while driver.publish():
-        driver.core.process_result(driver.worker.run(driver.published.popleft()))
+        driver.answer()
     driver.deliver()
     for one in [*received, other]:
         assert_right(one)

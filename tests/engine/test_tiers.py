@@ -23,6 +23,7 @@ class Run:
             max_swaps=self.random.choice([1, 3, None]),
             overlap=self.random.random() < 0.5,
             max_num_seqs=4,
+            run_steps=(1, 4)[seed % 2],
         )
         self.received: list[Received] = []
         self.checked: Counter[int] = Counter()

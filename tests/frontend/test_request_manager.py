@@ -69,6 +69,19 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 5))
 
 
+def test_a_run_is_one_update_a_sequence(engine, manager):
+    async def test():
+        async with manager.generate("r", sequences(2)) as stream:
+            first, second = (request.handle for request in engine.sent)
+            handles, tokens = np.array([first, 99, second], "<i8"), np.array([[5, 0, 6], [7, 0, 8], [9, 0, 10]], "<i4")
+            manager.on_outputs(detail(second, token_ids=[4]))
+            manager.on_outputs(OutputBatch(3, handles.tobytes(), tokens.tobytes(), num_steps=3))
+            updates = {update.index: update.token_ids for update in await stream.updates()}
+            assert updates == {0: [5, 7, 9], 1: [4, 6, 8, 10]}
+
+    run(test())
+
+
 def test_what_a_dead_engine_leaves_unsaid_is_reported_by_its_client(engine, tmp_path):
     """Finished, dropped and unfinished sequences with what they had; nothing when the engine has written its own report."""
     config = EngineConfig.from_flags(model="m", crash_dump_dir=str(tmp_path))

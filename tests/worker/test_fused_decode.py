@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fastengine.protocol.requests import SamplingParams
-from fastengine.protocol.steps import StartedSequence, StepPlan
+from fastengine.protocol.steps import StartedSequence, StepPlan, StepResult
 from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
+from fastengine.sampling_rules import is_plain
 from fastengine.worker.fused_executor import FusedExecutor
 from fastengine.worker.model_host import ModelHost
 
 from .conftest import driver_of, loaded_host
-from .driver import Request
+from .driver import GREEDY, Request
 from .models import NUM_BLOCKS
 from .test_fused import FLAGS, model_at, prompts
 
@@ -28,13 +30,13 @@ def host(tmp_path: Path) -> ModelHost:
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every step without chunks, whether the operator could do it alone."""
-    found = []
+    found: list[bool] = []
     original = FusedExecutor.decode
 
-    def decode(self: FusedExecutor, slots: bytes) -> bytes | None:
-        token_ids = original(self, slots)
-        found.append(token_ids is not None)
-        return token_ids
+    def decode(self: FusedExecutor, slots: bytes, num_steps: int) -> tuple[int, bytes]:
+        count, token_ids = original(self, slots, num_steps)
+        found.extend([True] * count + [False] * (count < num_steps))
+        return count, token_ids
 
     monkeypatch.setattr(FusedExecutor, "decode", decode)
     return found
@@ -49,7 +51,7 @@ def test_the_tokens_are_those_of_the_long_way(host: ModelHost, decoded: list[boo
     found = outputs(host, prompts())
     assert decoded
     assert all(decoded)
-    monkeypatch.setattr(FusedExecutor, "decode", lambda self, slots: None)
+    monkeypatch.setattr(FusedExecutor, "decode", lambda self, slots, num_steps: (0, b""))
     assert outputs(host, prompts()) == found
 
 
@@ -64,8 +66,7 @@ def test_one_row_that_is_not_plain_takes_the_step_the_long_way(host: ModelHost, 
     assert not any(decoded)
 
 
-def start(slot: int, token_ids: list[int], blocks: list[int]) -> StepPlan:
-    sampling = SamplingParams(temperature=0.0)
+def start(slot: int, token_ids: list[int], blocks: list[int], sampling: SamplingParams = GREEDY) -> StepPlan:
     ids = pack_token_ids(token_ids)
     sequence = StartedSequence(
         slot=slot, token_ids=ids, num_prompt=len(token_ids), num_computed=0, block_ids=pack_token_ids(blocks), sampling=sampling
@@ -118,3 +119,64 @@ def test_states_that_are_no_numbers_fail_their_row_alone(host: ModelHost, decode
     assert decoded == [False]
     host.step(StepPlan(step_id=2, released=pack_token_ids([0]), decodes=pack_token_ids([1])))
     assert decoded[-1] is True
+
+
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9)
+
+
+def run_of(host: ModelHost, num_steps: int, num_runs: int, sampling: SamplingParams) -> list[StepResult]:
+    """What ``num_runs`` plans of ``num_steps`` decodes of two sequences yield."""
+    host.init_cache(NUM_BLOCKS, 0)
+    host.step(start(0, [1, 2, 3], [3, 8], sampling))
+    host.step(start(1, [4, 5], [4, 1], sampling))
+    plans = [StepPlan(step_id=1 + i * num_steps, decodes=pack_token_ids([0, 1]), num_steps=num_steps) for i in range(num_runs)]
+    return [result for plan in plans for result in host.steps(plan)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_run_is_one_result_with_the_tokens_of_its_steps(host: ModelHost, decoded: list[bool], sampling: SamplingParams) -> None:
+    singles = run_of(host, 1, 12, sampling)
+    runs = run_of(host, 6, 2, sampling)
+    assert [(one.step_id, one.num_steps) for one in runs] == [(1, 6), (7, 6)]
+    assert all(one.slots == pack_token_ids([0, 1]) for one in runs)
+    assert b"".join(one.token_ids for one in runs) == b"".join(one.token_ids for one in singles)
+    assert decoded == [True] * 24
+
+
+def test_a_run_of_rows_that_are_not_plain_is_answered_step_by_step(host: ModelHost, decoded: list[bool]) -> None:
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    singles, run = run_of(host, 1, 5, sampling), run_of(host, 5, 1, sampling)
+    assert [(one.step_id, one.num_steps, one.token_ids) for one in run] == [(one.step_id, 1, one.token_ids) for one in singles]
+    assert not any(decoded)
+
+
+def test_a_row_that_fails_within_a_run_leaves_the_others_as_they_were(host: ModelHost, decoded: list[bool]) -> None:
+    expected = [unpack_token_ids(one.token_ids).tolist()[1] for one in run_of(host, 1, 6, GREEDY)]
+    host.init_cache(NUM_BLOCKS, 0)
+    host.step(start(0, list(range(1, 14)), [3]))  # three more positions fit
+    host.step(start(1, [4, 5], [4, 1]))
+    decoded.clear()
+    results = list(host.steps(StepPlan(step_id=1, decodes=pack_token_ids([0, 1]), num_steps=6)))
+    assert [(one.step_id, one.num_steps) for one in results] == [(1, 3), (4, 1), (5, 1), (6, 1)]
+    assert [[error.slot for error in one.errors] for one in results] == [[], [0], [], []]
+    assert all(one.slots == pack_token_ids([1]) for one in results[1:])
+    tokens = unpack_token_ids(results[0].token_ids).reshape(3, 2)[:, 1].tolist()
+    assert tokens + [unpack_token_ids(one.token_ids).item() for one in results[1:]] == expected
+    assert decoded == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        *({}, {"temperature": 0.7, "top_p": 0.5, "top_k": 5, "min_p": 0.1}, {"max_tokens": 5, "stop_token_ids": (3,), "ignore_eos": True}),
+        *({"stop": ("x",), "skip_special_tokens": False}, {"prompt_logprobs": 1}, {"logprobs": 0}),
+        *({"repetition_penalty": 0.9}, {"presence_penalty": -1.0}, {"frequency_penalty": 0.5}),
+        *({"logit_bias": {1: 0.0}}, {"min_tokens": 1}, {"bad_words_token_ids": ((1,),)}),
+    ],
+    ids=str,
+)
+def test_the_engine_counts_as_plain_what_the_operator_does(host: ModelHost, decoded: list[bool], sampling: dict[str, Any]) -> None:
+    params = SamplingParams(**sampling)
+    host.step(start(0, [1, 2, 3], [3], params))
+    host.step(StepPlan(step_id=1, decodes=pack_token_ids([0])))
+    assert decoded == [is_plain(params)]

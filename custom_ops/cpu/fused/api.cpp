@@ -209,19 +209,22 @@ int fe_fused_step(int64_t id, const StepArgs* args, int64_t num_threads) {
   });
 }
 
-// One token for each of `count` slots, into `token_out` and their rows of `arrays`; *done 0: nothing has changed that
-// counts, since the step is not as plain as this takes it, or yielded no numbers.
-int fe_fused_decode(int64_t id, const SlotArrays* arrays, const int32_t* slots, int64_t count, int64_t num_threads, int32_t* token_out, int64_t* done) {
+// A token for each of `count` slots in each of up to `num_steps` steps, into `token_out` [num_steps][count] and the slots' rows
+// of `arrays`. *done steps have been made: the next one is not as plain as this takes it, or yielded no numbers, and has
+// changed nothing that counts.
+int fe_fused_decode(int64_t id, const SlotArrays* arrays, const int32_t* slots, int64_t count, int64_t num_steps, int64_t num_threads, int32_t* token_out,
+                    int64_t* done) {
   return guarded([&] {
     Handle& handle = at(id);
     const std::lock_guard<std::mutex> lock(handle.running);
     const ModelShape& shape = handle.model.shape;
-    *done = 0;
-    if (!handle.slot_step.gather(*arrays, shape, slots, count)) return;
-    compute(handle, handle.slot_step.args(*arrays, token_out), static_cast<int>(num_threads));
-    if (!handle.slot_step.all_finite(*arrays, shape, token_out)) return;
-    append_tokens(*arrays, slots, count, token_out);
-    *done = 1;
+    for (*done = 0; *done < num_steps; ++*done) {
+      int32_t* const tokens = token_out + *done * count;
+      if (!handle.slot_step.gather(*arrays, shape, slots, count)) return;
+      compute(handle, handle.slot_step.args(*arrays, tokens), static_cast<int>(num_threads));
+      if (!handle.slot_step.all_finite(*arrays, shape, tokens)) return;
+      append_tokens(*arrays, slots, count, tokens);
+    }
   });
 }
 

@@ -1,4 +1,4 @@
-// A step of decodes alone, read straight from the worker's persistent batch.
+// A step of decodes alone, read straight from the worker's persistent batch; several of them run without anything between.
 //
 // Between two such steps an interpreter would need a few hundred microseconds, most of it to fetch its own
 // code and objects, which the step has pushed out of the caches. What is unusual is left to it.
