@@ -16,7 +16,7 @@ from fastengine.worker.layers.attention import sliding_window_of_layer
 
 LAYOUTS = {"wint8": Layout.INT8, "wint4": Layout.INT4}
 NOT_QUANTIZED = frozenset({"F32", "F16", "BF16"})
-# What the 4-bit layout holds exactly; embedding and LM head are computed with in eight bits beside it.
+# What the 4-bit layout holds as it is; embedding and LM head are computed with in eight bits beside it.
 EXACT_IN_FOUR_BITS = frozenset({"Q4_0", "Q4_1"})
 FUSED_KV_DTYPES = ("float32", "bfloat16", "int8")
 TABLES = ("token_embd.weight", "output.weight")

@@ -1,4 +1,4 @@
-// Dot products of unsigned weights and signed activations.
+// Dot products: of unsigned weights and signed activations, and of pairs of 16-bit integers.
 //
 // An IVec holds one int32 sum per column; its weights operand holds four k's of each column.
 #pragma once
@@ -14,12 +14,21 @@ FE_INLINE IVec iset(int32_t x) { return _mm512_set1_epi32(x); }
 FE_INLINE IVec iload(const void* p) { return _mm512_loadu_si512(p); }
 FE_INLINE void istore(void* p, IVec x) { _mm512_storeu_si512(p, x); }
 FE_INLINE Vec to_floats(IVec x) { return _mm512_cvtepi32_ps(x); }
+// Two integers of 16 bits in each lane, `low` first.
+FE_INLINE IVec in_pairs(Vec low, Vec high) {
+  return _mm512_or_si512(_mm512_and_si512(_mm512_cvtps_epi32(low), _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(_mm512_cvtps_epi32(high), 16));
+}
+FE_INLINE void istore_n(int32_t* p, IVec x, int64_t n) { _mm512_mask_storeu_epi32(p, lane_mask(n), x); }
 #else
 using IVec = __m256i;
 FE_INLINE IVec iset(int32_t x) { return _mm256_set1_epi32(x); }
 FE_INLINE IVec iload(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 FE_INLINE void istore(void* p, IVec x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 FE_INLINE Vec to_floats(IVec x) { return _mm256_cvtepi32_ps(x); }
+FE_INLINE IVec in_pairs(Vec low, Vec high) {
+  return _mm256_blend_epi16(_mm256_cvtps_epi32(low), _mm256_slli_epi32(_mm256_cvtps_epi32(high), 16), 0xaa);
+}
+FE_INLINE void istore_n(int32_t* p, IVec x, int64_t n) { _mm256_maskstore_epi32(p, lane_mask(n), x); }
 #endif
 
 // sums += weights (u8) . values (s8), exact. Inline assembly where the instruction exists: compilers
@@ -34,6 +43,17 @@ FE_INLINE void add_dots(IVec& sums, IVec weights, IVec values) {
   const IVec even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(values, 8), 8));
   const IVec odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(values, 8));
   sums = _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
+#endif
+}
+
+// sums += pairs of s16 . pairs of s16, exact.
+FE_INLINE void add_pairs(IVec& sums, IVec a, IVec b) {
+#if defined(__AVX512VNNI__)
+  asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+#elif defined(__AVXVNNI__)
+  asm("{vex} vpdpwssd %2, %1, %0" : "+x"(sums) : "x"(a), "x"(b));
+#else
+  sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
 #endif
 }
 

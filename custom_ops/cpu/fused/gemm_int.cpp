@@ -11,11 +11,10 @@ constexpr int kVecs = kPanel / kLanes;
 constexpr int kQuads = kBlockK / 4;
 constexpr int kMaxRows = 4;  // whose sums are in registers together
 
-// 32 k's of two vectors of columns.
-template <int kBits>
+// 32 k's of two vectors of columns. `offsets` are -kMagic times the scales, which is exact: scales are f16.
 struct Weights {
   IVec quads[kQuads][2];
-  Vec scales[2], minima[2];
+  Vec scales[2], offsets[2];
 };
 
 FE_INLINE Vec halves(const uint8_t* p) {
@@ -37,15 +36,15 @@ FE_INLINE Vec as_floats(IVec x) { return _mm256_castsi256_ps(x); }
 #endif
 
 template <int kBits>
-FE_INLINE Weights<kBits> load_weights(const uint8_t* block, int64_t column) {
-  Weights<kBits> w;
+FE_INLINE Weights load_weights(const uint8_t* block, int64_t column) {
+  Weights w;
   for (int u = 0; u < 2; ++u) {
     const int64_t at = column + u * kLanes;
     w.scales[u] = halves(block + kScalesAt + at * 2);
+    w.offsets[u] = vmul(w.scales[u], vset(-kMagic));
     if (kBits == 8) {
       for (int q = 0; q < kQuads; ++q) w.quads[q][u] = iload(block + kInt8ValuesAt + (q * kPanel + at) * 4);
     } else {
-      w.minima[u] = halves(block + kInt4MinimaAt + at * 2);
       for (int q = 0; q < kQuads; q += 2) {
         const IVec pairs = iload(block + kInt4NibblesAt + (q / 2 * kPanel + at) * 4);
         w.quads[q][u] = low_nibbles(pairs);
@@ -59,13 +58,13 @@ FE_INLINE Weights<kBits> load_weights(const uint8_t* block, int64_t column) {
 // One block's activations of a tile, from one row on.
 struct BlockRows {
   const int32_t* values;  // [quad][rows of the tile]
-  const float *scales, *offsets, *sums;
+  const float* scales;
   const int32_t* starts;
 };
 
 // `stride`: the rows of the tile.
 template <int kBits, int kRows>
-FE_INLINE void add_rows(const Weights<kBits>& w, const BlockRows& x, int64_t stride, float* out) {
+FE_INLINE void add_rows(const Weights& w, const BlockRows& x, int64_t stride, float* out) {
   IVec sums[kRows][2];
   for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = iset(kBits == 8 ? x.starts[r] : kMagicBits);
   for (int q = 0; q < kQuads; ++q) {
@@ -76,21 +75,19 @@ FE_INLINE void add_rows(const Weights<kBits>& w, const BlockRows& x, int64_t str
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    const Vec scale = vset(x.scales[r]), offset = vset(x.offsets[r]);
+    const Vec scale = vset(x.scales[r]);
     for (int u = 0; u < 2; ++u) {
       float* const target = out + r * kPanel + u * kLanes;
-      Vec total = vfma(vfma(as_floats(sums[r][u]), scale, offset), w.scales[u], vload(target));
-      if (kBits == 4) total = vfma(vset(x.sums[r]), w.minima[u], total);
-      vstore(target, total);
+      vstore(target, vfma(vfma(as_floats(sums[r][u]), w.scales[u], w.offsets[u]), scale, vload(target)));
     }
   }
 }
 
 template <int kBits>
-FE_INLINE void add_tile(const Weights<kBits>& w, BlockRows x, int64_t rows, float* out) {
+FE_INLINE void add_tile(const Weights& w, BlockRows x, int64_t rows, float* out) {
   int64_t left = rows;
   const auto advance = [&](int64_t n) {
-    x.values += n, x.scales += n, x.offsets += n, x.sums += n, x.starts += n;
+    x.values += n, x.scales += n, x.starts += n;
     out += n * kPanel, left -= n;
   };
   for (; left >= kMaxRows; advance(kMaxRows)) add_rows<kBits, kMaxRows>(w, x, rows, out);
@@ -101,13 +98,49 @@ FE_INLINE void add_tile(const Weights<kBits>& w, BlockRows x, int64_t rows, floa
 
 // A tile of a number of rows that is known, and with it where the next block's values are.
 template <int kBits, int64_t kRows>
-FE_INLINE void add_tile_of(const Weights<kBits>& w, BlockRows x, float* out) {
+FE_INLINE void add_tile_of(const Weights& w, BlockRows x, float* out) {
 #pragma GCC unroll 1
   for (int64_t r = 0; r < kRows; r += kMaxRows) {
     for (int64_t line = 0; line < 2; ++line) __builtin_prefetch(x.values + kQuads * kRows + r * kQuads + line * 16);
     add_rows<kBits, kMaxRows>(w, x, kRows, out);
-    x.values += kMaxRows, x.scales += kMaxRows, x.offsets += kMaxRows, x.sums += kMaxRows, x.starts += kMaxRows;
+    x.values += kMaxRows, x.scales += kMaxRows, x.starts += kMaxRows;
     out += kMaxRows * kPanel;
+  }
+}
+
+// out = the minima times the sums of activations, of up to kRows rows of a tile.
+template <int kRows>
+FE_INLINE void minima_of_rows(const uint8_t* panel, int64_t column, const int32_t* pairs, const float* units, int64_t num_pairs, int64_t stride, float* out) {
+  IVec sums[kRows][2];
+  for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = iset(0);
+  for (int64_t p = 0; p < num_pairs; ++p) {
+    const uint8_t* const minima = panel + kInt4MinimaAt + p * kInt4PairBytes + column * 4;
+    const IVec left = iload(minima), right = iload(minima + kLanes * 4);
+    for (int r = 0; r < kRows; ++r) {
+      const IVec pair = iset(pairs[p * stride + r]);
+      add_pairs(sums[r][0], left, pair);
+      add_pairs(sums[r][1], right, pair);
+    }
+  }
+  for (int u = 0; u < 2; ++u) {
+    const Vec unit = vload(reinterpret_cast<const float*>(panel) + column + u * kLanes);
+    for (int r = 0; r < kRows; ++r) vstore(out + r * kPanel + u * kLanes, vmul(to_floats(sums[r][u]), vmul(unit, vset(units[r]))));
+  }
+}
+
+FE_INLINE void start_with_minima(const uint8_t* panel, const Activations& a, int64_t first_row, int64_t num_rows, float* out) {
+  constexpr int64_t kTogether = kLanes == 16 ? 8 : 4;
+  const int64_t num_pairs = ceil_div(a.padded_k / kBlockK, 2);
+  for (int64_t tile = first_row; tile < first_row + num_rows; tile += kTileRows) {
+    const int64_t rows = min_i(kTileRows, a.num_rows - tile);
+    for (int v = 0; v < kVecs; v += 2) {
+      const int32_t* const pairs = a.sum_pairs + tile * num_pairs;
+      const float* const units = a.sum_units + tile;
+      float* const target = out + (tile - first_row) * kPanel + v * kLanes;
+      int64_t r = 0;
+      for (; r + kTogether <= rows; r += kTogether) minima_of_rows<kTogether>(panel, v * kLanes, pairs + r, units + r, num_pairs, rows, target + r * kPanel);
+      for (; r < rows; ++r) minima_of_rows<1>(panel, v * kLanes, pairs + r, units + r, num_pairs, rows, target + r * kPanel);
+    }
   }
 }
 
@@ -116,16 +149,23 @@ FE_INLINE void panel_rows(const uint8_t* panel, const Activations& a, int64_t fi
   constexpr int64_t kBytes = kBits == 8 ? kInt8BlockBytes : kInt4BlockBytes;
   // Far enough for a single row, which is through with a block in some ten nanoseconds. What a panel's last
   // blocks ask for is the start of the next one, which the same thread takes.
-  constexpr int64_t kAhead = 8 * kInt4BlockBytes;
+  constexpr int64_t kAhead = 9 * kInt4BlockBytes;
   const int64_t num_blocks = a.padded_k / kBlockK, total_rows = min_i(num_tiles * kTileRows, a.num_rows - first_tile * kTileRows);
-  for (int64_t i = 0; i < total_rows * kPanel; i += kLanes) vstore(out + i, vzero());
+  if (kBits == 4) {
+    const int64_t header_bytes = int4_blocks_at(num_blocks);
+    for (int64_t line = 0; line < header_bytes; line += 64) __builtin_prefetch(panel + kAhead + line);
+    start_with_minima(panel, a, first_tile * kTileRows, total_rows, out);
+    panel += header_bytes;
+  } else {
+    for (int64_t i = 0; i < total_rows * kPanel; i += kLanes) vstore(out + i, vzero());
+  }
   for (int64_t b = 0; b < num_blocks; ++b, panel += kBytes) {
     for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(panel + kAhead + line);
     for (int v = 0; v < kVecs; v += 2) {
-      const Weights<kBits> w = load_weights<kBits>(panel, v * kLanes);
+      const Weights w = load_weights<kBits>(panel, v * kLanes);
       for (int64_t tile = first_tile; tile < first_tile + num_tiles; ++tile) {
         const int64_t rows = rows_of_tile(a.num_rows, tile), row = tile * kTileRows, at = row * num_blocks + b * rows;
-        const BlockRows x{reinterpret_cast<const int32_t*>(a.values + row * a.padded_k) + b * kQuads * rows, a.scales + at, a.offsets + at, a.sums + at, a.starts + at};
+        const BlockRows x{reinterpret_cast<const int32_t*>(a.values + row * a.padded_k) + b * kQuads * rows, a.scales + at, a.starts + at};
         float* const target = out + (row - first_tile * kTileRows) * kPanel + v * kLanes;
         if (rows == kTileRows) {
           add_tile_of<kBits, kTileRows>(w, x, target);

@@ -31,13 +31,18 @@ FE_INLINE void expect_write(const float* p) {
   __builtin_prefetch(p + kPanel / 2, 1);
 }
 
+// `scratch`: of this thread, for sum_pairs_bytes() of the activations.
 // Calls epilogue(first_row, num_rows, panel, values) for up to kChunkRows rows of every panel; values is
 // [kPanels][num_rows][32] of the kPanels panels from `panel` on, which one thread computes together.
 // expect(first_row, num_rows, panel) comes before, and may ask for the memory that the epilogue writes.
 template <int kPanels, typename Expect, typename Epilogue>
-FE_INLINE void run_gemm(Member& me, const LinearView& w, const Activations& a, const Expect& expect, const Epilogue& epilogue) {
+FE_INLINE void run_gemm(Member& me, const LinearView& w, Activations a, uint8_t* scratch, const Expect& expect, const Epilogue& epilogue) {
   const int64_t num_tasks = ceil_div(w.num_panels, kPanels), num_tiles = ceil_div(a.num_rows, kTileRows);
+  // By a thread that has something to do: one that comes too late may find the next phase's activations.
+  bool has_pairs = w.layout != Layout::kInt4;
   for_tasks(me, num_tasks, 1, [&](int64_t first, int64_t last) {
+    if (!has_pairs) make_sum_pairs(&a, scratch);
+    has_pairs = true;
     alignas(64) float values[kPanels][kChunkRows * kPanel];
     for (int64_t task = first; task < last; ++task) {
       const int64_t panel = task * kPanels, num_panels = min_i(kPanels, w.num_panels - panel);

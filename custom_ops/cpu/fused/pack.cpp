@@ -113,10 +113,25 @@ void put_int8_block(const QuantizedBlock& block, uint8_t* target, int64_t column
 
 void put_int4_block(const QuantizedBlock& block, uint8_t* target, int64_t column) {
   put_half(target + kScalesAt, column, block.step);
-  put_half(target + kInt4MinimaAt, column, block.base);
   for (int64_t i = 0; i < kBlockK; i += 8) {
     uint8_t* const pairs = target + kInt4NibblesAt + (i / 8 * kPanel + column) * 4;
     for (int j = 0; j < 4; ++j) pairs[j] = static_cast<uint8_t>(block.q[i + j] | block.q[i + 4 + j] << 4);
+  }
+}
+
+// Byte of a column's minimum of block b in its panel.
+int64_t minimum_at(int64_t b, int64_t column) { return kInt4MinimaAt + b / 2 * kInt4PairBytes + column * 4 + b % 2 * 2; }
+
+// One that is not finite makes the unit so.
+void put_minima(const std::vector<float>& minima, uint8_t* panel, int64_t column) {
+  float most = 0.0f, finite = 0.0f;
+  for (const float minimum : minima) most = std::max(most, std::fabs(minimum)), finite += minimum * 0.0f;
+  const float unit = most / static_cast<float>(kMostMinimum) + finite, inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
+  std::memcpy(panel + column * 4, &unit, sizeof(unit));
+  for (size_t b = 0; b < minima.size(); ++b) {
+    const float limit = static_cast<float>(kMostMinimum), multiple = std::fmin(std::fmax(std::nearbyint(minima[b] * inverse), -limit), limit);
+    const auto stored = static_cast<int16_t>(multiple);
+    std::memcpy(panel + minimum_at(static_cast<int64_t>(b), column), &stored, sizeof(stored));
   }
 }
 
@@ -142,16 +157,21 @@ void pack_column(const Linear& linear, uint8_t* arena, const uint8_t* source, So
   const bool exact = shape.layout != Layout::kFloat32 && (to_eight ? kind == SourceKind::kQ8_0 || kind == SourceKind::kQ4_0 : is_four_bit(kind));
   if (!exact) decode_row(source, kind, shape.k, row);
   if (shape.layout == Layout::kFloat32) return pack_float_column(row, shape.k, reinterpret_cast<float*>(panel), column);
-  for (int64_t b = 0; b < shape.padded_k / kBlockK; ++b) {
+  const int64_t num_blocks = shape.padded_k / kBlockK;
+  std::vector<float> minima(to_eight ? 0 : static_cast<size_t>((num_blocks + 1) / 2 * 2));
+  for (int64_t b = 0; b < num_blocks; ++b) {
     const uint8_t* const stored = source + b * block_bytes(kind);
     const float* const values = row + b * kBlockK;
     if (to_eight) {
       const QuantizedBlock block = !exact ? round_to_eight_bits(values) : kind == SourceKind::kQ8_0 ? read_eight_bit(stored) : read_four_bit(stored, kind, true);
       put_int8_block(block, panel + b * kInt8BlockBytes, column);
     } else {
-      put_int4_block(exact ? read_four_bit(stored, kind, false) : round_to_four_bits(values), panel + b * kInt4BlockBytes, column);
+      const QuantizedBlock block = exact ? read_four_bit(stored, kind, false) : round_to_four_bits(values);
+      put_int4_block(block, panel + int4_blocks_at(num_blocks) + b * kInt4BlockBytes, column);
+      minima[static_cast<size_t>(b)] = block.base;
     }
   }
+  if (!to_eight) put_minima(minima, panel, column);
 }
 
 // Calls body(first, last) on several threads for parts of [0, count).
@@ -168,7 +188,7 @@ int64_t bytes_per_panel(Layout layout, int64_t padded_k) {
   switch (layout) {
     case Layout::kFloat32: return padded_k * kPanel * 4;
     case Layout::kInt8: return padded_k / kBlockK * kInt8BlockBytes;
-    default: return padded_k / kBlockK * kInt4BlockBytes;
+    default: return int4_blocks_at(padded_k / kBlockK) + padded_k / kBlockK * kInt4BlockBytes;
   }
 }
 
@@ -213,6 +233,7 @@ void decode_row(const uint8_t* row, SourceKind kind, int64_t k, float* out) {
 }
 
 void define_linear(Model* model, Linear* linear, int64_t rows, int64_t k, Layout layout, bool paired, bool has_bias) {
+  if (layout == Layout::kInt4 && k > kMostK) throw std::invalid_argument("four bits hold up to " + std::to_string(kMostK) + " columns, not " + std::to_string(k));
   if (paired && rows % 2 != 0) throw std::invalid_argument("pairs need an even number of rows, got " + std::to_string(rows));
   LinearView& shape = linear->shape;
   linear->rows = rows;
@@ -277,10 +298,14 @@ void unpack_row(const Linear& linear, const uint8_t* arena, int64_t r, float* ou
       const uint8_t* const block = panel + b * kInt8BlockBytes;
       out[i] = half_to_float(block + kScalesAt + column * 2) * static_cast<float>(block[kInt8ValuesAt + (j / 4 * kPanel + column) * 4 + j % 4] - 128);
     } else {
-      const uint8_t* const block = panel + b * kInt4BlockBytes;
+      const uint8_t* const block = panel + int4_blocks_at(linear.shape.padded_k / kBlockK) + b * kInt4BlockBytes;
       const uint8_t pair = block[kInt4NibblesAt + (j / 8 * kPanel + column) * 4 + j % 4];
       const float q = static_cast<float>(j % 8 < 4 ? pair & 15 : pair >> 4);
-      out[i] = half_to_float(block + kScalesAt + column * 2) * q + half_to_float(block + kInt4MinimaAt + column * 2);
+      float unit;
+      int16_t multiple;
+      std::memcpy(&unit, panel + column * 4, sizeof(unit));
+      std::memcpy(&multiple, panel + minimum_at(b, column), sizeof(multiple));
+      out[i] = half_to_float(block + kScalesAt + column * 2) * q + unit * static_cast<float>(multiple);
     }
   }
 }

@@ -4,9 +4,14 @@
 // its own scale. Blocks of one panel follow each other.
 //
 //   int8   | scale f16[32] | u8[8][32][4]: value + 128 of four k's by 32 columns, eight times |
-//   int4   | scale f16[32] | minimum f16[32] | u8[4][32][4]: low nibbles are k 8i .. 8i + 3, high ones k 8i + 4 .. 8i + 7 |
+//   int4   | scale f16[32] | u8[4][32][4]: low nibbles are k 8i .. 8i + 3, high ones k 8i + 4 .. 8i + 7 |
 //
-// Q8_0 and Q4_0 weights are exact in int8, Q4_0 and Q4_1 weights in int4; what else there is, is rounded.
+// A block of int4 has a minimum too. Those of a panel lie before its blocks, as products of pairs of 16-bit integers read them:
+//
+//   | unit f32[32] | s16[32][2]: of blocks 0 and 1, in units | s16[32][2]: of blocks 2 and 3 | ...
+//
+// Q8_0 and Q4_0 weights are exact in int8, and so are Q4_0 and Q4_1 weights in int4 but for their minima, which are off by up
+// to 1 / 16,000 of their column's largest; what else there is, is rounded.
 #pragma once
 
 #include "layouts.h"

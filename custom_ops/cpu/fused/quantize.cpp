@@ -1,5 +1,6 @@
 // Dynamic quantization of activations into the GEMM's tile order.
-#include "activations.h"
+#include "dot.h"
+#include "layouts.h"
 
 namespace fastengine {
 namespace FE_ISA {
@@ -45,16 +46,14 @@ FE_INLINE int32_t to_bytes(const Vec* x, Vec inverse, int32_t* dwords) {
 struct TileTarget {
   int64_t num_rows;
   int32_t* values;
-  float *scales, *offsets, *sums;
+  float *scales, *sums;
   int32_t* starts;
 };
 
 TileTarget target_of(const Activations& out, int64_t tile) {
   const int64_t row = tile * kTileRows, at = row * (out.padded_k / kBlockK);
-  return {rows_of_tile(out.num_rows, tile), reinterpret_cast<int32_t*>(out.values + row * out.padded_k), out.scales + at, out.offsets + at, out.sums + at, out.starts + at};
+  return {rows_of_tile(out.num_rows, tile), reinterpret_cast<int32_t*>(out.values + row * out.padded_k), out.scales + at, out.sums + at, out.starts + at};
 }
-
-constexpr uint32_t kScaleBits = ~3u;
 
 // One row's block by itself.
 void quantize_alone(const Vec* x, int64_t row, int64_t block, const TileTarget& t) {
@@ -65,14 +64,9 @@ void quantize_alone(const Vec* x, int64_t row, int64_t block, const TileTarget& 
   const int32_t sum = to_bytes(x, vset(largest > 0.0f ? 127.0f / largest : 0.0f), dwords);
   int32_t* const values = t.values + block * kBlockK / 4 * t.num_rows + row;
   for (int i = 0; i < kBlockK / 4; ++i) values[i * t.num_rows] = dwords[i];
-  float scale = largest * (1.0f / 127.0f);
-  uint32_t bits;
-  __builtin_memcpy(&bits, &scale, sizeof(bits));
-  bits &= kScaleBits;
-  __builtin_memcpy(&scale, &bits, sizeof(bits));
+  const float scale = largest * (1.0f / 127.0f);
   const int64_t at = block * t.num_rows + row;
   t.scales[at] = scale;
-  t.offsets[at] = -kMagic * scale;
   t.sums[at] = scale * static_cast<float>(sum);
   t.starts[at] = kMagicBits - 128 * sum;
 }
@@ -139,11 +133,9 @@ void quantize_together(const TileSource& s, int64_t block, const TileTarget& t) 
     _mm512_mask_storeu_epi32(t.values + (block * (kBlockK / 4) + q) * t.num_rows, there, quads[q]);
     sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), quads[q]);
   }
-  const __m512i bits = _mm512_and_si512(_mm512_castps_si512(vmul(largest, vset(1.0f / 127.0f))), _mm512_set1_epi32(static_cast<int>(kScaleBits)));
-  const Vec scale = _mm512_castsi512_ps(bits);
+  const Vec scale = vmul(largest, vset(1.0f / 127.0f));
   const int64_t at = block * t.num_rows;
   vstore_n(t.scales + at, scale, t.num_rows);
-  vstore_n(t.offsets + at, vmul(vset(-kMagic), scale), t.num_rows);
   vstore_n(t.sums + at, vmul(scale, _mm512_cvtepi32_ps(sum)), t.num_rows);
   _mm512_mask_storeu_epi32(t.starts + at, there, _mm512_sub_epi32(_mm512_set1_epi32(kMagicBits), _mm512_slli_epi32(sum, 7)));
 }
@@ -151,7 +143,41 @@ void quantize_together(const TileSource& s, int64_t block, const TileTarget& t) 
 constexpr int64_t kTogetherFrom = 4;  // rows
 #endif
 
+// kLanes rows of a tile of `stride` rows, of which `lanes` are there. The unit is such that the products' sum can't overflow.
+void pair_sums(const float* sums, int64_t num_blocks, int64_t stride, int64_t lanes, int32_t* pairs, float* units) {
+  Vec most = vzero(), totals[4] = {vzero(), vzero(), vzero(), vzero()};
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    const Vec size = vabs(vload_n(sums + b * stride, lanes));
+    most = vmax(most, size);
+    totals[b % 4] = vadd(totals[b % 4], size);
+  }
+  const Vec total = vadd(vadd(totals[0], totals[1]), vadd(totals[2], totals[3]));
+  // Where a sum is not finite, neither is the unit: of its operands the maximum takes the second then.
+  const Vec unit = vmax(vmul(most, vset(1.0f / 32767.0f)), vmul(total, vset(1.0f / static_cast<float>(kMostSums))));
+  vstore_n(units, unit, lanes);
+  const Vec inverse = vdiv(vset(1.0f), vmax(unit, vset(1e-30f)));
+  for (int64_t b = 0; b < num_blocks; b += 2) {
+    const Vec low = vmul(vload_n(sums + b * stride, lanes), inverse);
+    const Vec high = b + 1 < num_blocks ? vmul(vload_n(sums + (b + 1) * stride, lanes), inverse) : vzero();
+    istore_n(pairs + b / 2 * stride, in_pairs(low, high), lanes);
+  }
+}
+
 }  // namespace
+
+int64_t sum_pairs_bytes(int64_t num_rows, int64_t padded_k) { return num_rows * (ceil_div(padded_k, 2 * kBlockK) + 1) * static_cast<int64_t>(sizeof(int32_t)); }
+
+void make_sum_pairs(Activations* a, uint8_t* memory) {
+  const int64_t num_blocks = a->padded_k / kBlockK, num_pairs = ceil_div(num_blocks, 2);
+  a->sum_units = reinterpret_cast<float*>(memory);
+  a->sum_pairs = reinterpret_cast<int32_t*>(a->sum_units + a->num_rows);
+  for (int64_t row = 0; row < a->num_rows; row += kTileRows) {
+    const int64_t num_rows = min_i(kTileRows, a->num_rows - row);
+    for (int64_t r = 0; r < num_rows; r += kLanes) {
+      pair_sums(a->sums + row * num_blocks + r, num_blocks, num_rows, min_i(kLanes, num_rows - r), a->sum_pairs + row * num_pairs + r, a->sum_units + row + r);
+    }
+  }
+}
 
 void quantize_tile(const TileSource& source, int64_t tile, int64_t first_block, int64_t last_block, const Activations& out) {
   const TileTarget target = target_of(out, tile);

@@ -14,7 +14,7 @@ namespace {
 
 Activations shifted(const Activations& a, int64_t bytes) {
   const auto shift = [&](auto* p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<uint8_t*>(p) + bytes); };
-  return {a.num_rows, a.padded_k, a.quantized, shift(a.values), shift(a.scales), shift(a.offsets), shift(a.sums), shift(a.starts), shift(a.rows)};
+  return {a.num_rows, a.padded_k, a.quantized, shift(a.values), shift(a.scales), shift(a.sums), shift(a.starts), shift(a.rows), nullptr, nullptr};
 }
 
 float half_value(const uint8_t* p) {
@@ -94,7 +94,7 @@ struct Step {
     const auto expect = [&](int64_t first, int64_t n, int64_t panel) {
       for (int64_t r = 0; r < n; ++r) expect_write(target(first + r, panel));
     };
-    run_gemm<1>(me, part, own(me, rows, rows.input, part), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    run_gemm<1>(me, part, own(me, rows, rows.input, part), scratch(me), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       for (int64_t r = 0; r < n; ++r) {
         float* const out = target(first + r, panel);
         for (int64_t v = 0; v < kPanel; v += kLanes) vstore(out + v, vload(values[0] + r * kPanel + v));
@@ -177,7 +177,7 @@ struct Step {
     const auto expect = [&](int64_t first, int64_t n, int64_t panel) {
       for (int64_t r = 0; r < n; ++r) expect_write(x + (first + r) * h + panel * kPanel);
     };
-    run_gemm<1>(me, linear, a, expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    run_gemm<1>(me, linear, a, scratch(me), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       for (int64_t r = 0; r < n; ++r) {
         for (int64_t v = 0; v < kPanel && panel * kPanel + v < h; v += kLanes) {
           float* const target = x + (first + r) * h + panel * kPanel + v;
@@ -200,7 +200,7 @@ struct Step {
         for (int64_t line = 0; line < kTileRows / 4; ++line) expect_write(block + line * kPanel);
       }
     };
-    run_gemm<2>(me, layer.gate_up, own(me, rows, rows.input, layer.gate_up), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    run_gemm<2>(me, layer.gate_up, own(me, rows, rows.input, layer.gate_up), scratch(me), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       const int64_t num_panels = min_i(2, layer.gate_up.num_panels - panel);
       for (int64_t begin = 0; begin < n; begin += kTileRows) {
         alignas(64) float gated[kTileRows * 32];
@@ -241,7 +241,7 @@ struct Step {
     float* const best_values = w.best_values + me.index * rows;
     int32_t* const best_ids = w.best_ids + me.index * rows;
     const auto nothing = [](int64_t, int64_t, int64_t) {};
-    run_gemm<1>(me, m.head, for_linear(w.head, m.head), nothing, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+    run_gemm<1>(me, m.head, for_linear(w.head, m.head), scratch(me), nothing, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
       const int64_t columns = min_i(kPanel, vocab - panel * kPanel);
       for (int64_t r = 0; r < n; ++r) {
         const float* const row = values[0] + r * kPanel;

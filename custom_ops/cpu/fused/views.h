@@ -20,7 +20,7 @@ constexpr int64_t kTileRows = 16;
 enum class Layout : int32_t {
   kFloat32 = 0,  // [panel][k][32] float: for checking
   kInt8 = 1,     // [panel][k / 32][1088 bytes], value = scale * (u8 - 128): see pack.h
-  kInt4 = 2,     // [panel][k / 32][640 bytes], value = scale * nibble + minimum
+  kInt4 = 2,     // [panel][k / 32][576 bytes] and minima, value = scale * nibble + minimum: see pack.h
 };
 
 enum class KvType : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };

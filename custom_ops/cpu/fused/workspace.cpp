@@ -34,11 +34,12 @@ Activations cut_activations(Cutter* cutter, const LinearView& w, const LinearVie
   const int64_t quantized_rows = any_quantized ? num_rows : 0, num_blocks = w.padded_k / kBlockK;
   a.values = cutter->take<int8_t>(quantized_rows * w.padded_k);
   a.scales = cutter->take<float>(quantized_rows * num_blocks);
-  a.offsets = cutter->take<float>(quantized_rows * num_blocks);
   a.sums = cutter->take<float>(quantized_rows * num_blocks);
   a.starts = cutter->take<int32_t>(quantized_rows * num_blocks);
   a.rows = cutter->take<float>(any_float ? num_rows * w.padded_k : 0);
   a.quantized = false;
+  a.sum_pairs = nullptr;
+  a.sum_units = nullptr;
   return a;
 }
 
@@ -65,8 +66,12 @@ RowSet cut_rows(Cutter* cutter, const ModelView& m, const StepArgs& s, int num_t
   return rows;
 }
 
-int64_t scratch_bytes(const ModelView& m) {
-  const int64_t bytes = attention_scratch_bytes(m.shape.head_dim, m.shape.rotary_dim) + 4 * m.shape.hidden + 64;
+// Of one thread, for a phase: attention's, or the sums of the widest linear's input.
+int64_t scratch_bytes(const ModelView& m, const StepArgs& s) {
+  const LayerView& layer = m.layers[0];
+  int64_t bytes = attention_scratch_bytes(m.shape.head_dim, m.shape.rotary_dim) + 4 * m.shape.hidden + 64;
+  const int64_t widest = max_i(max_i(layer.qkv.padded_k, layer.output.padded_k), layer.down.padded_k);
+  bytes = max_i(bytes, max_i(sum_pairs_bytes(s.num_tokens, widest), sum_pairs_bytes(s.num_samples, m.head.padded_k)));
   return ceil_div(bytes, 64) * 64 + 64;
 }
 
@@ -94,7 +99,7 @@ Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* b
   w.last = w.last_is_apart ? cut_rows(&cutter, m, s, num_threads, w.gated_stride, true) : w.all;
   w.samples = cutter.take<float>(r * m.shape.hidden);
   w.head = cut_activations(&cutter, m.head, m.head, r);
-  w.scratch_bytes = scratch_bytes(m);
+  w.scratch_bytes = scratch_bytes(m, s);
   w.scratch = cutter.take<uint8_t>(num_threads * w.scratch_bytes);
   w.best_values = cutter.take<float>(num_threads * r);
   w.best_ids = cutter.take<int32_t>(num_threads * r);
