@@ -17,13 +17,16 @@ slow; one warning at import). ``compiled_ops()`` says which. The first tensor's 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 
+import numpy as _np
 import paddle as _paddle
 from paddle import Tensor
 
 from fastengine.custom_ops import library as _library
 from fastengine.custom_ops import reference as _reference
+from fastengine.custom_ops.host_blocks import HostBlocks
 
 OPERATORS = (
     "rms_norm",
@@ -105,6 +108,11 @@ def set_num_threads(num_threads: int) -> None:
         raise ValueError(f"num_threads: must be at least 1, got {num_threads}")
     if _loaded is not None:
         _loaded.set_num_threads(num_threads)
+
+
+def copies_between(pools: Sequence[tuple[_np.ndarray, _np.ndarray]]) -> HostBlocks:
+    """Copies of blocks between pairs of (source, target) pools, uint8 [num_blocks, bytes of a block] each, in one call for all pairs."""
+    return HostBlocks(pools, None if _loaded is None else _loaded.handle)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -29,7 +29,7 @@ LIBRARY_NAME = "libfastengine_cpu.so"
 
 # Compiled once for any x86-64 processor.
 PLAIN_SOURCES = [
-    *(CPU / "binding.cpp", CPU / "control.cpp", CPU / "kernels" / "thread_pool.cpp"),
+    *(CPU / "binding.cpp", CPU / "block_copy.cpp", CPU / "control.cpp", CPU / "kernels" / "thread_pool.cpp"),
     *(CPU / "fused" / f"{name}.cpp" for name in ("api", "model", "pack", "slot_step")),
 ]
 KERNEL_SOURCES = [

@@ -117,7 +117,7 @@ class CacheConfig:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = flag(
         "auto", "Element type of the KV cache; auto: int8 with quantized weights on a CPU, else the compute type; fp8 (e4m3) on GPUs."
     )
-    enable_prefix_caching: bool = flag(True, "Reuse KV blocks of equal prefixes.")
+    enable_prefix_caching: bool = flag(True, "Reuse the KV of equal prefixes: whole blocks, and the beginning of one.")
     swap_space: float = flag(0.0, "Host memory in GiB that keeps evicted KV blocks; 0: none.")
     kv_storage_path: str | None = flag(
         None, "Directory for KV blocks that the host has no room for either; needs --swap-space. Emptied at the end.", metavar="DIR"

@@ -1,4 +1,4 @@
-"""Swapping KV blocks between a GPU's pools and the host's through a staging buffer on the GPU.
+"""KV blocks of a GPU: copied there, and swapped with the host's through a staging buffer on the GPU.
 
 ::
 
@@ -31,10 +31,7 @@ class StagedSwap:
 
     def __init__(self, pools: Pools, copy_blocks: BlockCopier):
         self._copy_blocks = copy_blocks
-        sizes: dict[int, Pools] = {}  # the operator copies blocks of one size at a time
-        for device, host in pools:
-            sizes.setdefault(host.bytes_per_row, []).append((device, host))
-        self._groups = list(sizes.items())
+        self._groups = _by_block_size(pools)
 
     def to_host(self, device_ids: np.ndarray, host_ids: np.ndarray) -> None:
         """Copy blocks ``device_ids`` to ``host_ids`` (int32 [n] each); they are there on return."""
@@ -60,6 +57,22 @@ class StagedSwap:
             at_a_time = max(1, STAGING_BYTES // (block_bytes * len(pools)))
             for first in range(0, count, at_a_time):
                 yield block_bytes, pools, slice(first, first + at_a_time)
+
+
+def copy_on_device(storages: Sequence[Storage], pairs: np.ndarray, copy_blocks: BlockCopier) -> None:
+    """Copy blocks in each of ``storages``: int32 ``[n, 2]`` of (source, target), none of them both, since all are copied at once."""
+    sources, targets = paddle.to_tensor(pairs[:, 0].copy()), paddle.to_tensor(pairs[:, 1].copy())
+    for _block_bytes, pools in _by_block_size([(storage, storage) for storage in storages]):
+        tensors = _tensors(pools)
+        copy_blocks(tensors, tensors, sources, targets)
+
+
+def _by_block_size(pools: Pools) -> list[tuple[int, Pools]]:
+    """The operator copies blocks of one size at a time."""
+    sizes: dict[int, Pools] = {}
+    for device, host in pools:
+        sizes.setdefault(host.bytes_per_row, []).append((device, host))
+    return list(sizes.items())
 
 
 def _tensors(pools: Pools) -> list[paddle.Tensor]:

@@ -66,6 +66,9 @@ class FusedExecutor:
         if swap_in.size:
             self._cache.swap_in(swap_in)
 
+    def copy(self, pairs: np.ndarray) -> None:
+        self._cache.copy(pairs)
+
     def _execute_with_hidden_states(self, rows: StepRows, sampling: np.ndarray, arrays: StepArrays, started: int) -> Executed:
         """The same for steps of which every token's hidden state is wanted; logits are computed from those."""
         num_tokens = arrays.token_ids.size

@@ -11,14 +11,16 @@ What lies where inside a block is up to the operators that read it; blocks are c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import paddle
 
+from fastengine import custom_ops
 from fastengine.config import CacheConfig
-from fastengine.worker.block_swap import BlockCopier, StagedSwap
+from fastengine.custom_ops.host_blocks import HostBlocks
+from fastengine.worker.block_swap import BlockCopier, StagedSwap, copy_on_device
 from fastengine.worker.memory import BYTES_PER_ELEMENT, Storage, free_host_bytes
 
 CPU_SHARE_OF_FREE_MEMORY = 0.25
@@ -79,10 +81,19 @@ class LayerCache:
         return (self.key, self.value, *self.scales)
 
 
+@dataclass(frozen=True)
+class HostMoves:
+    """The ways of blocks while device and host are the same: their addresses, to be bound again whenever memory is taken."""
+
+    out: HostBlocks
+    back: HostBlocks
+    inside: HostBlocks
+
+
 class KVCache:
     """Owns the pools of all layers. The engine alone decides what is in which block.
 
-    ``copy_blocks``: the device's operator, needed to swap with a device that is not the host.
+    ``copy_blocks``: the operator of a device that is not the host.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int, num_host_blocks: int, device: str, copy_blocks: BlockCopier | None = None):
@@ -91,16 +102,20 @@ class KVCache:
         self.num_host_blocks = num_host_blocks
         self.layers = [LayerCache.of(shape, num_blocks, device) for _ in range(shape.num_layers)]
         self.host_layers = [LayerCache.of(shape, num_host_blocks, "cpu") for _ in range(shape.num_layers)] if num_host_blocks else []
+        self._copy_blocks = copy_blocks
         self._staged = None if copy_blocks is None else StagedSwap(self._swapped_pools(), copy_blocks)
+        self._moves: HostMoves | None = None
         self.allocate()
 
     def allocate(self) -> None:
         """Take the memory, zeroed; on a CPU pages are used as blocks are first written."""
         for storage in self._storages():
             storage.allocate()
+        self._moves = None
 
     def drop(self) -> None:
         """Give all of it back: whatever was cached is gone."""
+        self._moves = None
         for storage in self._storages():
             storage.drop()
 
@@ -112,17 +127,30 @@ class KVCache:
         """Copy blocks to the host: ``int32[n, 2]`` of (device block, host block)."""
         if self._staged is not None:
             self._staged.to_host(pairs[:, 0], pairs[:, 1])
-            return
-        for device, host in self._swapped_pools():
-            host.rows()[pairs[:, 1]] = device.rows()[pairs[:, 0]]
+        else:
+            self._host_moves().out.copy(pairs)
 
     def swap_in(self, pairs: np.ndarray) -> None:
         """Copy blocks back: ``int32[n, 2]`` of (host block, device block)."""
         if self._staged is not None:
             self._staged.to_device(pairs[:, 0], pairs[:, 1])
-            return
-        for device, host in self._swapped_pools():
-            device.rows()[pairs[:, 1]] = host.rows()[pairs[:, 0]]
+        else:
+            self._host_moves().back.copy(pairs)
+
+    def copy(self, pairs: np.ndarray) -> None:
+        """Copy blocks on the device: ``int32[n, 2]`` of (source, target), none of them both."""
+        if self._copy_blocks is not None:
+            copy_on_device(list(self._device_storages()), pairs, self._copy_blocks)
+        else:
+            self._host_moves().inside.copy(pairs)
+
+    def _host_moves(self) -> HostMoves:
+        if self._moves is None:
+            swapped = [(device.rows(), host.rows()) for device, host in self._swapped_pools()]
+            inside = [(storage.rows(), storage.rows()) for storage in self._device_storages()]
+            back = [(host, device) for device, host in swapped]
+            self._moves = HostMoves(custom_ops.copies_between(swapped), custom_ops.copies_between(back), custom_ops.copies_between(inside))
+        return self._moves
 
     def host_block(self, block: int) -> list[memoryview]:
         """The memory of one host block as bytes: a piece for each pool of each layer, in the order of the layers."""
@@ -133,6 +161,9 @@ class KVCache:
         """(device's, host's) pools of all layers; none without host blocks."""
         layers = zip(self.layers, self.host_layers, strict=True) if self.host_layers else ()
         return [pair for layer, host in layers for pair in zip(layer.storages(), host.storages(), strict=True)]
+
+    def _device_storages(self) -> Iterator[Storage]:
+        return (storage for layer in self.layers for storage in layer.storages())
 
     def _storages(self) -> list[Storage]:
         return [storage for layer in (*self.layers, *self.host_layers) for storage in layer.storages()]

@@ -56,6 +56,9 @@ class Executor(Protocol):
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         """Move KV blocks: ``int32[n, 2]`` pairs of (source, target)."""
 
+    def copy(self, pairs: np.ndarray) -> None:
+        """Copy KV blocks within the device: ``int32[n, 2]`` of (source, target), none of them both."""
+
 
 class NullExecutor:
     """Every row that samples yields the same token, at once or when the step has taken ``step_s`` seconds."""
@@ -73,6 +76,9 @@ class NullExecutor:
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         """There are no blocks to move."""
+
+    def copy(self, pairs: np.ndarray) -> None:
+        """There are no blocks to copy."""
 
 
 class ModelExecutor:
@@ -128,6 +134,9 @@ class ModelExecutor:
             self._cache.swap_out(swap_out)
         if swap_in.size:
             self._cache.swap_in(swap_in)
+
+    def copy(self, pairs: np.ndarray) -> None:
+        self._cache.copy(pairs)
 
 
 class ModelRunner:
@@ -191,11 +200,13 @@ class ModelRunner:
 
     def _apply(self, plan: StepPlan) -> list[RowError]:
         """The plan's differences. Most plans of decodes have none."""
-        if not (plan.released or plan.started or plan.grown_slots or plan.swap_out or plan.swap_in):
+        if not (plan.released or plan.started or plan.grown_slots or plan.swap_out or plan.swap_in or plan.copies):
             return []
         with RecordEvent("apply"):
             errors = self._change_batch(plan)
             self._executor.swap(int32(plan.swap_out).reshape(-1, 2), int32(plan.swap_in).reshape(-1, 2))
+            if plan.copies:
+                self._executor.copy(int32(plan.copies).reshape(-1, 2))
         return errors
 
     def _change_batch(self, plan: StepPlan) -> list[RowError]:

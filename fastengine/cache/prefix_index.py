@@ -8,6 +8,9 @@ A block's key names everything its KV depends on::
 
 H is BLAKE2b with 16 bytes of digest: for two different prefixes to meet by accident is out of reach, and
 nobody can construct them on purpose, so tokens needn't be compared on a hit.
+
+The end of a sequence fills a part of its last block. That part has a key, too, of another length than a whole block's,
+so that the block can be kept: it is found by its tokens alone (see :mod:`fastengine.cache.branches`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from fastengine.cache.branches import Branches
+
 KEY_BYTES = 16
+PART_KEY_BYTES = 15
 
 
 def root_key(weights_epoch: int, adapter: str, salt: str) -> bytes:
@@ -37,14 +43,25 @@ def chain_keys(parent: bytes, tokens: bytes | memoryview, block_bytes: int) -> l
     return keys
 
 
+def part_key(parent: bytes, tokens: bytes | memoryview) -> bytes:
+    """The key of a block of which only ``tokens``, fewer than fit, are known."""
+    return blake2b(parent + tokens, digest_size=PART_KEY_BYTES).digest()
+
+
+def is_whole(key: bytes) -> bool:
+    """Whether ``key`` is that of a full block."""
+    return len(key) == KEY_BYTES
+
+
 class PrefixIndex:
-    """The maps key -> block and block -> key; each the inverse of the other.
+    """The maps key -> block and block -> key, each the inverse of the other, and the branches among them.
 
     Owns no block: the pool decides when a block's content is lost and then calls :meth:`forget` or :meth:`take_out`.
     ``key_of`` is read directly on the hot path and written only here.
     """
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, block_size: int):
+        self.branches = Branches(num_blocks, block_size)
         self.key_of: list[bytes | None] = [None] * num_blocks
         # By a key's first byte. A dictionary whose entries come and go is rebuilt now and then; these are at different times,
         # and none takes long.
@@ -68,10 +85,16 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def register(self, key: bytes, block: int) -> None:
-        """``block`` now holds ``key``. When another block holds the same, that one stays the known one."""
+    def register(self, key: bytes, block: int, parent: bytes) -> None:
+        """``block`` now holds ``key``, behind ``parent``. When another block holds the same, that one stays the known one.
+
+        Of what it holds, :attr:`branches` must be told.
+        """
+        if self.key_of[block] is not None:  # of a part of what it holds now
+            self.take_out([block])
         if self._block_of[key[0]].setdefault(key, block) == block:
             self.key_of[block] = key
+            self.branches.add(parent, block)
 
     def forget(self, block: int) -> bool:
         """``block`` is not found again; returns whether it would have been."""
@@ -82,13 +105,14 @@ class PrefixIndex:
 
     def take_out(self, blocks: Sequence[int]) -> list[bytes]:
         """``blocks``, all of which can be found, are not found again; returns their keys."""
-        key_of, block_of = self.key_of, self._block_of
+        key_of, block_of, branches = self.key_of, self._block_of, self.branches
         keys = []
         for block in blocks:
             key = key_of[block]
             assert key is not None
             key_of[block] = None
             del block_of[key[0]][key]
+            branches.remove(block)
             keys.append(key)
         return keys
 
@@ -96,9 +120,11 @@ class PrefixIndex:
         for blocks in self._block_of:
             blocks.clear()
         self.key_of = [None] * len(self.key_of)
+        self.branches.clear()
 
     def check(self) -> None:
-        """Raise AssertionError unless the two maps are inverse to each other."""
+        """Raise AssertionError unless the two maps are inverse to each other, and the branches are among them."""
         forward = {key: block for block, key in enumerate(self.key_of) if key is not None}
         backward = {key: block for blocks in self._block_of for key, block in blocks.items()}
         assert forward == backward, "prefix index: block -> key and key -> block disagree"
+        self.branches.check(forward.values())

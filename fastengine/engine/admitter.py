@@ -87,19 +87,21 @@ class Admitter:
         starter.identify(request)
         hits = starter.hits(request)
         num_tokens = len(request.tokens)
-        if kv.is_being_computed(request.blocks, len(hits), num_tokens):
+        if not request.needs_whole_prompt and kv.is_being_computed(request.blocks, len(hits)):
             return Verdict.SHARED
         must_restore = hits.num_on_host > kv.num_swap_ins_left
         if must_restore and request.restored:
             hits, must_restore = hits.with_at_most(kv.num_swap_ins_left), False
-        missing = num_tokens - len(hits) * kv.block_size
+        keep_free = -(-kv.num_blocks // WATERMARK_SHARE) if self._slots.num_used else 0
+        if not must_restore:
+            hits = starter.with_copy(request, hits, keep_free)
+        missing = num_tokens - hits.num_tokens(kv.block_size)
         size = num_tokens * 4 + kv.blocks_for(num_tokens) * 4 + request.sampling_bytes
         if draft.started and draft.started_bytes + size > MAX_STARTED_BYTES:
             return Verdict.LATER
         length = min(missing, draft.budget, starter.chunk_cap(len(self._waiting) > 1 or len(starter.prefilling) > 0))
         if length < missing and draft.num_partial >= self._config.max_num_partial_prefills:
             return Verdict.LATER
-        keep_free = -(-kv.num_blocks // WATERMARK_SHARE) if self._slots.num_used else 0
         if not kv.can_allocate(hits, num_tokens, keep_free):
             return Verdict.NO_BLOCKS
         if must_restore:

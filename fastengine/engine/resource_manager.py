@@ -106,7 +106,8 @@ class ResourceManager:
             hits = self._starter.hits(request).with_at_most(self.kv.num_swap_ins_left)
             while self._slots.num_free == 0 or not self.kv.can_allocate(hits, len(request.tokens), 0):
                 self.preempt(self._least_important())
-            length = min(draft.budget, len(request.tokens) - len(hits) * self.kv.block_size)
+            hits = self._starter.with_copy(request, hits, 0)
+            length = min(draft.budget, len(request.tokens) - hits.num_tokens(self.kv.block_size))
             self._starter.start(request, hits, length, draft)
         completed = self._complete(draft)
         assert completed is not None
@@ -194,6 +195,7 @@ class ResourceManager:
             swap_out=swap_out,
             swap_in=swap_in,
             num_steps=draft.num_steps,
+            copies=pack_token_ids(self.kv.take_copies()) if self.kv.has_copies else b"",
         )
         return plan, step
 
@@ -212,7 +214,7 @@ class ResourceManager:
             computed = chunk.start + chunk.length
             request.prefill_at = computed
             slots.set_computed(request.slot, computed)
-            self.kv.register(request.blocks, computed)
+            self.kv.register(request.blocks, slots.tokens[request.slot, :computed])
             if not chunk.missing:
                 self._prefilling.remove(request)
                 # It samples the token at `computed`; is that one its last?
@@ -255,7 +257,7 @@ class ResourceManager:
             self.kv.disown(request.blocks, (request.num_cached or 0) // self.kv.block_size)
 
     def _register_all(self, request: RequestState) -> None:
-        """Let every full block of ``request``, which is about to leave, be found: whoever finds one runs in a later plan.
+        """Let what ``request``, which is about to leave, has in its blocks be found: whoever finds it runs in a later plan.
 
         What it decoded is identified here and not as it comes: that keeps the keys' cost out of every step.
         """
@@ -263,9 +265,10 @@ class ResourceManager:
         if blocks.root is None:
             return
         computed = min(self._slots.num_computed(slot), self._slots.num_known(slot))
-        if computed // self.kv.block_size > len(blocks.keys):
-            self.kv.identify(blocks, blocks.root, self._slots.tokens[slot, :computed].data.cast("B"))
-        self.kv.register(blocks, computed)
+        tokens = self._slots.tokens[slot, :computed]
+        if computed > blocks.num_identified:
+            self.kv.identify(blocks, blocks.root, tokens.data.cast("B"))
+        self.kv.register(blocks, tokens)
 
     def _vacate(self, request: RequestState) -> None:
         if request in self._prefilling:

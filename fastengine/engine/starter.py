@@ -79,12 +79,16 @@ class Starter:
             return NO_HITS
         return self.kv.lookup(request.blocks, len(request.tokens))
 
+    def with_copy(self, request: RequestState, hits: Hits, keep_free: int) -> Hits:
+        """``hits``, of those that may be used for ``request``, and what a copy of a block would save beside them."""
+        return hits if request.needs_whole_prompt else self.kv.with_copy(request.blocks, hits, request.tokens, keep_free)
+
     def start(self, request: RequestState, hits: Hits, length: int, draft: StepDraft) -> None:
         """Let ``request``, which waits, run: its first ``length`` tokens behind the hits are in ``draft``."""
         num_tokens, size = len(request.tokens), self.kv.block_size
         self._waiting.take(request)
-        self.kv.allocate(request.blocks, hits, num_tokens)
-        num_computed = len(hits) * size
+        self.kv.allocate(request.blocks, hits, request.tokens)
+        num_computed = hits.num_tokens(size)
         self._count_start(request, num_tokens, hits)
         token_ids = request.tokens.tobytes()
         block_ids = pack_token_ids(request.blocks.block_ids)
@@ -112,11 +116,12 @@ class Starter:
 
     def _count_start(self, request: RequestState, num_tokens: int, hits: Hits) -> None:
         counters = self._metrics.counters
-        num_cached = len(hits) * self.kv.block_size
+        num_cached = hits.num_tokens(self.kv.block_size)
         if self.kv.enable_prefix_caching:
             counters["prefix_cache_queries"] += num_tokens
             counters["prefix_cache_hits"] += num_cached
             counters["prefix_cache_host_hits"] += hits.num_on_host * self.kv.block_size
+            counters["prefix_cache_copied_hits"] += hits.num_copied
         if request.started_at is None:
             request.started_at = self._clock()
             request.num_cached = num_cached
@@ -156,7 +161,7 @@ class Starter:
 
     def _bring_in(self, restore: Restore) -> None:
         for _ in range(min(len(restore.missing), self.kv.num_swap_ins_left)):
-            self.kv.swap_in(restore.request.blocks, restore.missing.popleft())
+            self.kv.swap_in(restore.request.blocks, restore.missing.popleft(), restore.request.tokens)
 
     def give_up(self, request: RequestState) -> None:
         """``request`` goes back into the waiting room. What has been brought in stays findable."""

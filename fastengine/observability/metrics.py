@@ -77,6 +77,7 @@ COUNTERS: dict[str, str] = {
     "started_requests": "Requests that left the waiting queue for their first step.",
     "prefix_cache_hit_requests": "Started requests that found a part of their prompt in the prefix cache.",
     "prefix_cache_host_hits": "Tokens found in the prefix cache whose KV was brought back from the host.",
+    "prefix_cache_copied_hits": "Tokens found in the prefix cache inside of a block, which was copied for them.",
     "swapped_out_blocks": "KV blocks copied to the host when the device had to give them up.",
     "swapped_in_blocks": "KV blocks copied back from the host.",
     "stored_blocks": "KV blocks written to files.",

@@ -65,6 +65,8 @@ class StepPlan(msgspec.Struct, frozen=True, tag="plan", array_like=True, kw_only
     # KV blocks to move between the device pool and the host tier before the forward pass, as pairs.
     swap_out: bytes = b""  # int32[k, 2]: device block -> host block
     swap_in: bytes = b""  # int32[k, 2]: host block -> device block
+    # Then, still before it, whole blocks within the device pool; none is both a source and a target.
+    copies: bytes = b""  # int32[k, 2]: device block -> device block
     num_steps: int = 1  # of a run, at most MAX_RUN_STEPS; 1 for a plan with started sequences or chunks
 
 

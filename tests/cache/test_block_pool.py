@@ -13,7 +13,7 @@ from fastengine.cache.prefix_index import PrefixIndex
 
 
 def make_pool(num_blocks: int) -> tuple[BlockPool, PrefixIndex, list[tuple[int, bytes]]]:
-    index = PrefixIndex(num_blocks)
+    index = PrefixIndex(num_blocks, 1)
     evicted: list[tuple[int, bytes]] = []
     return BlockPool(num_blocks, index, lambda blocks, keys: evicted.extend(zip(blocks, keys, strict=True))), index, evicted
 
@@ -39,7 +39,7 @@ def test_released_blocks_with_a_key_are_retained_and_evicted_tail_first_oldest_f
     pool, index, evicted = make_pool(6)
     first, second = pool.allocate(3), pool.allocate(2)
     for i, block in enumerate(first + second):
-        index.register(bytes([i]), block)
+        index.register(bytes([i]), block, b"parent")
     pool.release(first)
     pool.release(second)
     assert (pool.num_blank, pool.num_retained) == (1, 5)
@@ -53,7 +53,7 @@ def test_released_blocks_with_a_key_are_retained_and_evicted_tail_first_oldest_f
 def test_acquiring_a_retained_block_saves_it_from_eviction() -> None:
     pool, index, _ = make_pool(2)
     (block,) = pool.allocate(1)
-    index.register(b"k", block)
+    index.register(b"k", block, b"parent")
     pool.release([block])
     assert pool.num_unowned([block]) == 1
     pool.acquire([block])
@@ -79,8 +79,8 @@ def test_releasing_too_often_is_an_error() -> None:
 def test_forget_makes_a_retained_block_blank_and_leaves_an_owned_one_owned() -> None:
     pool, index, _ = make_pool(2)
     one, two = pool.allocate(2)
-    index.register(b"1", one)
-    index.register(b"2", two)
+    index.register(b"1", one, b"parent")
+    index.register(b"2", two, b"parent")
     pool.release([one])
     pool.forget(one)
     pool.forget(two)
@@ -92,7 +92,7 @@ def test_forget_all() -> None:
     pool, index, _ = make_pool(4)
     held = pool.allocate(3)
     for block in held:
-        index.register(bytes([block]), block)
+        index.register(bytes([block]), block, b"parent")
     pool.release(held[:2])
     assert pool.forget_all() == 3
     assert (pool.num_blank, pool.num_retained) == (3, 0)
@@ -128,5 +128,5 @@ def test_random_holders_balance(num_blocks: int, events: list[tuple[str, int, in
         elif kind == "k" and sequences and sequences[a % len(sequences)]:
             block = sequences[a % len(sequences)][0]
             if index.key_of[block] is None:
-                index.register(bytes([b]), block)
+                index.register(bytes([b]), block, b"parent")
         pool.check(Counter(block for sequence in sequences for block in sequence))

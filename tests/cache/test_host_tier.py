@@ -26,8 +26,8 @@ def computed(kv: KVCacheManager, tokens: bytes) -> tuple[SequenceBlocks, Hits]:
     sequence = SequenceBlocks()
     kv.identify(sequence, ROOT, tokens)
     hits = kv.lookup(sequence, len(tokens) // 4)
-    kv.allocate(sequence, hits, len(tokens) // 4)
-    kv.register(sequence, len(tokens) // 4)
+    kv.allocate(sequence, hits, np.frombuffer(tokens, "<i4"))
+    kv.register(sequence, np.frombuffer(tokens, "<i4"))
     return sequence, hits
 
 
@@ -177,13 +177,25 @@ def test_reserved_places_keep_their_host_blocks_until_they_are_given_up() -> Non
     assert hits.num_on_host == 3
     missing = kv.reserve(restored, hits, len(hits))
     assert missing == [0, 1, 2]
-    kv.swap_in(restored, 0)
+    kv.swap_in(restored, 0, np.arange(16, dtype=np.int32))
     kv.take_swaps()
     kv.check([restored], [restored.keys[1], restored.keys[2]])
     kv.unpin(restored, [1, 2])
     kv.release(restored)
     kv.check([])
     assert kv.lookup(restored, 16).blocks[0] != ON_HOST
+
+
+def test_parts_of_blocks_do_not_go_down() -> None:
+    kv = KVCacheManager(4, SIZE, enable_prefix_caching=True, num_host_blocks=8)
+    first, _ = computed(kv, packed(*range(10)))
+    assert len(kv.index) == 3
+    kv.release(first)
+    second, _ = computed(kv, packed(*range(50, 66)))
+    swap_out, _, saved = kv.take_swaps()
+    assert len(swap_out) == 2 * 2
+    assert saved == first.keys[::-1]
+    kv.check([second])
 
 
 def test_flush_forgets_the_host_too() -> None:

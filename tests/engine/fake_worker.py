@@ -82,6 +82,7 @@ class FakeWorker:
     last_batch: list[str] = field(default_factory=list)
     step_tokens: list[int] = field(default_factory=list)
     step_swaps: list[int] = field(default_factory=list)
+    num_copies: int = 0
     last_step: int = -1
     log_level: str | None = None
     disk: dict[bytes, np.ndarray] = field(default_factory=dict)  # outlives workers
@@ -151,6 +152,13 @@ class FakeWorker:
         for host, device in back.tolist():
             assert (self.host_kv[host] >= 0).all(), f"host block {host} is brought back and holds nothing"
             self.kv[device] = self.host_kv[host]
+        copies = np.reshape(ints(plan.copies), (-1, 2)).astype(int)
+        targets = copies[:, 1].tolist()
+        assert len(set(targets)) == len(targets), "two copies into one block"
+        assert not set(targets) & set(copies[:, 0].tolist()), "a block is copied and copied into"
+        for source, target in copies.tolist():
+            self.kv[target] = self.kv[source]
+            self.num_copies += 1
 
     def forward(self, step_id: int, rows: list[tuple[int, int, int]]) -> StepResult:
         # As in a real forward pass, all rows write before any row reads.

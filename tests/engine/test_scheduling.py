@@ -132,9 +132,9 @@ def test_siblings_compute_their_common_prompt_once(overlap: bool) -> None:
     driver.run()
     for one in received:
         assert_right(one)
-    # 40 tokens are 5 blocks; the last token is computed by each, so four blocks are shared.
-    assert sum(driver.worker.step_tokens) == 40 + 3 * 8 + 4 * 2
-    assert [one.num_cached for one in received] == [0, 32, 32, 32]
+    # 40 tokens are 5 blocks; the last token is computed by each, so four blocks are shared and the fifth is copied.
+    assert sum(driver.worker.step_tokens) == 40 + 3 * 1 + 4 * 2
+    assert [one.num_cached for one in received] == [0, 39, 39, 39]
 
 
 def test_a_second_turn_finds_the_first_ones_output(overlap: bool) -> None:
@@ -149,7 +149,7 @@ def test_a_second_turn_finds_the_first_ones_output(overlap: bool) -> None:
     assert_right(second)
     again = driver.add(prompt(1, 20) + first.tokens[:4], max_tokens=2, ignore_eos=True)
     driver.run()
-    assert again.num_cached == 16  # the last token is always computed
+    assert again.num_cached == 23  # the last token is always computed
     assert_right(again)
 
 
@@ -163,20 +163,21 @@ def test_what_was_decoded_is_found_after_an_abort_and_by_whoever_is_preempted(ov
     assert driver.call(Resume()).error is None
     while len(first.tokens) < 50:
         driver.turn()
-    # Of what it had, no more than its last, half full block is computed again, and the last token.
+    # Of what it had, no more than its last token is computed again.
     assert counter(driver, "num_preemptions") == 1
-    assert 0 < counter(driver, "recomputed_tokens") <= driver.config.cache.block_size + 1
+    assert counter(driver, "recomputed_tokens") == 1
     driver.abort(first)
     driver.run()
-    num_full = (20 + len(first.tokens) - 1) // driver.config.cache.block_size
-    assert driver.add_and_run(prompt(1, 20) + first.tokens + [5, 6, 7], max_tokens=2).num_cached == num_full * driver.config.cache.block_size
+    # A step that was under way computed the last one.
+    again = driver.add_and_run(prompt(1, 20) + first.tokens + [5, 6, 7], max_tokens=2)
+    assert again.num_cached == 20 + len(first.tokens) - (not overlap)
     driver.assert_idle()
 
 
 @pytest.mark.parametrize("field", ["cache_salt", "adapter"])
 def test_salt_and_adapter_separate_caches(field: str) -> None:
     driver = Driver()
-    for value, expected in (("", 0), ("a", 0), ("a", 16), ("b", 0)):
+    for value, expected in (("", 0), ("a", 0), ("a", 19), ("b", 0)):
         one = driver.add(prompt(1, 20), max_tokens=2, **{field: value})
         driver.run()
         assert one.num_cached == expected

@@ -79,6 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         base=st.integers(0, 2),
         length=st.integers(1, 40),
+        branch=st.integers(0, 60),
         max_tokens=st.one_of(st.none(), st.integers(1, 30)),
         client=st.integers(0, 1),
         priority=st.integers(0, 2),
@@ -89,9 +90,11 @@ class EngineMachine(RuleBasedStateMachine):
         logprobs=st.booleans(),
         prompt_logprobs=st.booleans(),
     )
-    def arrive(self, base: int, length: int, client: int, count: int, stops: list[int], logprobs: bool, prompt_logprobs: bool, **fields: Any) -> None:
-        # Few different prompts, so that prefixes are shared.
-        prompt = [3 + (base * 5 + i * i) % 60 for i in range(length)]
+    def arrive(
+        self, base: int, length: int, branch: int, client: int, count: int, stops: list[int], logprobs: bool, prompt_logprobs: bool, **fields: Any
+    ) -> None:
+        # Few different prompts, so that prefixes are shared: whole, or up to where one branches off.
+        prompt = [3 + (base * 5 + i * i + (i >= branch) * branch) % 60 for i in range(length)]
         fields["logprobs"] = 0 if logprobs else None
         fields["prompt_logprobs"] = 0 if prompt_logprobs else None
         self.received += [self.driver.add(prompt, client=client, stop_token_ids=tuple(stops), **fields) for _ in range(count)]
@@ -104,6 +107,15 @@ class EngineMachine(RuleBasedStateMachine):
             self.received.append(self.driver.add(prompt, max_tokens=2, ignore_eos=True))
             for _ in range(6):
                 self.driver.turn()
+
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def go_on(self, data: st.DataObject, count: int) -> None:
+        # The next turn of a conversation, also of one that still runs.
+        spoken = [one for one in self.received if one.tokens]
+        if spoken:
+            one = data.draw(st.sampled_from(spoken))
+            history = (ints(one.request.prompt_token_ids) + one.tokens + [7, 8, 9])[:60]
+            self.received += [self.driver.add(history, max_tokens=4, ignore_eos=True) for _ in range(count)]
 
     @rule(data=st.data())
     def disconnect_one(self, data: st.DataObject) -> None:

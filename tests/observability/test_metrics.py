@@ -83,9 +83,10 @@ def test_steps_tokens_and_cache_hits(driver: Driver) -> None:
     assert value(metrics, "step_batch_size", "_sum") == len(driver.worker.step_tokens)  # one sequence at a time
     assert value(metrics, "generation_tokens", "_total") == 10
     assert value(metrics, "prefix_cache_queries", "_total") == 40
-    assert value(metrics, "prefix_cache_hits", "_total") == 16
+    assert value(metrics, "prefix_cache_hits", "_total") == 19
+    assert value(metrics, "prefix_cache_copied_hits", "_total") == 3
     assert value(metrics, "hit_req_rate") == 0.5
-    assert value(metrics, "hit_token_rate") == value(metrics, "gpu_hit_token_rate") == 0.4
+    assert value(metrics, "hit_token_rate") == value(metrics, "gpu_hit_token_rate") == 19 / 40
     assert value(metrics, "time_to_first_token_seconds", "_count") == 2
     assert value(metrics, "time_per_output_token_seconds", "_count") == 8
 

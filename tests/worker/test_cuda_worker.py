@@ -153,6 +153,18 @@ def test_blocks_are_swapped_out_and_in(
         assert copies == ([4, 4] if dtype == "int8" else [4]) * 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8"])
+def test_blocks_are_copied_on_the_device(dtype: str, cuda_operators: None, rng: np.random.Generator) -> None:
+    cache = KVCache(KVShape(2, 2, 8, 16, dtype), 8, 0, "gpu", ops.copy_blocks)
+    storages = [storage for layer in cache.layers for storage in layer.storages()]
+    for storage in storages:
+        storage.tensor[...] = paddle.to_tensor(rng.integers(1, 100, storage.shape).astype(np.float32)).astype(storage.tensor.dtype)
+    before = [storage.tensor.astype("float32").numpy() for storage in storages]
+    cache.copy(np.array([[5, 0], [2, 3], [5, 7]], np.int32))
+    for storage, old in zip(storages, before, strict=True):
+        np.testing.assert_array_equal(storage.tensor.astype("float32").numpy(), old[[5, 1, 2, 2, 4, 5, 6, 5]])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_on_the_device_survive_a_night(dtype: str, tmp_path: Path, rng: np.random.Generator) -> None:
     storage = Storage((3, 5), dtype, "gpu")
