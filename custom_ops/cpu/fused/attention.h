@@ -16,7 +16,7 @@ namespace FE_ISA {
 using namespace fused;
 
 constexpr int64_t kChunk = 128;    // positions
-constexpr int64_t kTaskRows = 24;  // (query, head) rows of one task at most
+constexpr int64_t kTaskRows = 96;  // (query, head) rows of one task at most
 constexpr int kGroupRows = kLanes == 16 ? 6 : 4;  // of which this many are computed together
 constexpr int kAtOnce = kLanes == 16 ? 4 : 2;     // vectors of positions or features beside them
 
@@ -34,7 +34,7 @@ struct AttentionTask {
   int32_t first_token, num_queries, first_position, kv_head, seq;
   int32_t first_chunk, last_chunk;
   int32_t split;  // the one this task is part of, or -1: it walks all chunks
-  int32_t is_new;  // the sequence's one token is as QKV left it: see NewRows
+  int32_t is_new;  // the sequence's one token, whose key and value are still to be stored
   int32_t first_row;  // of AttentionInput::out
 };
 
@@ -45,8 +45,8 @@ struct AttentionSplit {
   int32_t num_tasks, num_chunks;
 };
 
-// What rotates a row of queries and keys and stores keys and values. Of a sequence of one token attention does that
-// itself: its keys and values are read right after, and need no phase of their own.
+// What rotates rows of queries, and of a sequence of one token its key, which attention stores with its value: they are
+// read right after, and need no phase of their own.
 struct NewRows {
   const float* cos_sin;
   int64_t rotary_dim;
@@ -58,7 +58,7 @@ struct NewRows {
 
 struct AttentionInput {
   KvLayer cache;
-  const float* qkv;  // [tokens][qkv_stride], query rows already rotated unless they are new
+  const float* qkv;  // [tokens][qkv_stride], as QKV left it
   int64_t qkv_stride;
   float* out;  // [rows][num_heads * head_dim]
   int64_t num_heads;
@@ -71,10 +71,9 @@ struct AttentionInput {
   NewRows new_rows;
 };
 
-FE_INLINE int64_t queries_per_task(int64_t heads_per_kv) { return max_i(1, kTaskRows / heads_per_kv); }
-
-// Floats of one chunk's results: maxima and sums [kTaskRows], weighted values [rows][head_dim].
-FE_INLINE int64_t partial_floats(int64_t num_rows, int64_t head_dim) { return 2 * kTaskRows + num_rows * head_dim; }
+// Floats of one chunk's results: maxima and sums of as many rows as fill vectors, weighted values [rows][head_dim].
+FE_INLINE int64_t padded_rows(int64_t num_rows) { return ceil_div(num_rows, kLanes) * kLanes; }
+FE_INLINE int64_t partial_floats(int64_t num_rows, int64_t head_dim) { return 2 * padded_rows(num_rows) + num_rows * head_dim; }
 
 // Stores one token's key and value row of one head at `slot`.
 void write_kv(const KvLayer& cache, int64_t slot, int64_t head, const float* key, const float* value);

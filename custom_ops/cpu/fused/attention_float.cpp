@@ -15,13 +15,9 @@ struct FloatKernel {
   int64_t block_size, d;
   float* queries;  // [rows][head_dim], scaled
 
-  FE_MEMBER FloatKernel(const AttentionInput& in, const AttentionTask& task, const QueryRows& rows, void* scratch)
+  FE_MEMBER FloatKernel(const AttentionInput& in, const float* rows, int64_t num_rows, void* scratch)
       : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<float*>(scratch)) {
-    const int64_t heads = in.num_heads / in.cache.num_kv_heads;
-    for (int64_t r = 0; r < task.num_queries * heads; ++r) {
-      const float* const source = rows.at(r);
-      for (int64_t i = 0; i < d; i += kLanes) vstore(queries + r * d + i, vmul(vload(source + i), vset(in.scale)));
-    }
+    for (int64_t i = 0; i < num_rows * d; i += kLanes) vstore(queries + i, vmul(vload(rows + i), vset(in.scale)));
   }
 
   FE_MEMBER Chunk chunk_of(const AttentionInput& in, const Piece* pieces) const {
@@ -92,13 +88,14 @@ struct FloatKernel {
       }
     }
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) put(target, factors, r, sums[r][v], target.out + r * d + feature + v * kLanes);
+      for (int v = 0; v < kVecs; ++v) put(target, factors, r, vmul(sums[r][v], vset(factors.added[r])), target.out + r * d + feature + v * kLanes);
     }
   }
 
   template <int kRows>
-  __attribute__((noinline)) void group(const Chunk& chunk, const Chunk&, int64_t first, const int64_t* counts, bool, const GroupTarget& target) const {
+  __attribute__((noinline)) void group(const Chunk& chunk, const Chunk&, const GroupRequest& request, const GroupTarget& target) const {
     constexpr int64_t kStep = kAtOnce * kLanes;
+    const int64_t *const counts = request.counts, first = request.first;
     alignas(64) float scores[kRows * kChunk];
     alignas(64) float maxima[kLanes], sums[kLanes];
     const int64_t most_visible = counts[kRows - 1], padded = ceil_div(most_visible, kStep) * kStep;
@@ -108,7 +105,7 @@ struct FloatKernel {
     for (int r = 0; r < kRows; ++r) maxima[r] = vmaximum(most[r]);
     for (int r = 0; r < kRows; ++r) sums[r] = weigh(scores + r * kChunk, maxima[r], padded);
     RowFactors factors;
-    settle(target, maxima, sums, kRows, &factors);
+    settle(target, {vload(maxima), vload(sums)}, kRows, &factors);
     int64_t f = 0;
     for (; f + kAtOnce * kLanes <= d; f += kAtOnce * kLanes) add_values<kRows, kAtOnce>(chunk, f, scores, most_visible, target, factors);
     for (; f + 2 * kLanes <= d; f += 2 * kLanes) add_values<kRows, 2>(chunk, f, scores, most_visible, target, factors);
@@ -118,7 +115,7 @@ struct FloatKernel {
 
 }  // namespace
 
-int64_t attention_scratch_bytes(int64_t head_dim, int64_t rotary_dim) { return (2 * kTaskRows * head_dim + new_row_floats(head_dim, rotary_dim)) * 4; }
+int64_t attention_scratch_bytes(int64_t head_dim, int64_t rotary_dim) { return (3 * kTaskRows * head_dim + rotation_floats(head_dim, rotary_dim)) * 4; }
 
 void attention_float(const AttentionInput& in, const AttentionTask* tasks, const AttentionTask* end, void* scratch) {
   if (in.cache.type == KvType::kBfloat16) {

@@ -10,50 +10,69 @@ namespace fastengine {
 namespace FE_ISA {
 namespace {
 
-constexpr float kLog2OfLargest = 7.99435344f;  // log2(255)
-constexpr float kLeastScale = 1.0e-30f;        // of a value row of zeros
+// Of 254.4: two of the rounded sums that a weight is the difference of are then never more than 255 apart.
+constexpr float kLog2OfLargest = 7.9909553f;
+constexpr float kLeastScale = 1.0e-30f;  // of a value row of zeros
+constexpr int64_t kLargestSum = 1 << 22;  // a sum of products as far from zero as this is exact beside kMagic
 
 // Into the second level: the first is small beside a chunk of a long context that others push out again.
 FE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 #if defined(__AVX512F__)
-FE_INLINE void round_to_bytes(const Vec* x, uint8_t* out) {
-  const __m512i low = _mm512_packus_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1]));
-  const __m512i high = _mm512_packus_epi32(_mm512_cvtps_epi32(x[2]), _mm512_cvtps_epi32(x[3]));
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_store_si512(out, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)));
-}
-#else
-FE_INLINE void round_to_bytes(const Vec* x, uint8_t* out) {
-  const __m256i words = _mm256_packus_epi32(_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1]));
-  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
-  _mm_store_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(bytes));
-}
-#endif
+FE_INLINE Vec bits_as_floats(IVec x) { return _mm512_castsi512_ps(x); }
+FE_INLINE IVec to_ints(Vec x) { return _mm512_cvtps_epi32(x); }
+FE_INLINE IVec iadd(IVec a, IVec b) { return _mm512_add_epi32(a, b); }
+FE_INLINE IVec isub(IVec a, IVec b) { return _mm512_sub_epi32(a, b); }
+FE_INLINE Vec vabs(Vec x) { return _mm512_abs_ps(x); }
+FE_INLINE void store_bytes(IVec x, int8_t* out) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(x)); }
 
-// A query row as quads of s8, kGroupRows apart; returns the values' sum.
-FE_INLINE int32_t quantize_query(const float* x, int64_t d, float* scale, int32_t* out) {
-  Vec most = vzero();
-  for (int64_t i = 0; i < d; i += kLanes) most = vmax(most, vmax(vload(x + i), vsub(vzero(), vload(x + i))));
-  const float largest = vmaximum(most);
-  const Vec inverse = vset(largest > 0 ? 127.0f / largest : 0.0f);
-  Vec total = vzero();
-  for (int64_t i = 0; i < d; i += kLanes) {
-    const Vec q = vround(vmul(vload(x + i), inverse));
-    total = vadd(total, q);
-    alignas(16) int32_t quads[4];
-#if defined(__AVX512F__)
-    _mm_store_si128(reinterpret_cast<__m128i*>(quads), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(q)));
-#else
-    const __m256i ints = _mm256_cvtps_epi32(q);
-    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(ints), _mm256_extracti128_si256(ints, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(quads), _mm_packs_epi16(words, words));
-#endif
-    for (int64_t j = 0; j < kLanes / 4; ++j) out[(i / 4 + j) * kGroupRows] = quads[j];
-  }
-  *scale = largest / 127.0f;
-  return static_cast<int32_t>(vsum(total));
+// Four vectors of integers from 0 to 255, or two.
+FE_INLINE void pack_bytes(const IVec (&x)[4], uint8_t* out) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32(x[0], x[1]), _mm512_packus_epi32(x[2], x[3]));
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, bytes));
 }
+FE_INLINE void pack_bytes(const IVec (&x)[2], uint8_t* out) {
+  for (int i = 0; i < 2; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * i), _mm512_cvtepi32_epi8(x[i]));
+}
+
+// For each of up to 8 rows its 16 lanes, put together by `op`, in the lane of its number; in the same order whatever the row.
+template <int kRows, typename Op>
+FE_INLINE Vec across(const Vec* x, const Op& op) {
+  const auto row = [&](int i) { return x[i < kRows ? i : kRows - 1]; };
+  const auto pair = [&](Vec a, Vec b) { return _mm512_castps_pd(op(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))); };
+  const auto four = [&](__m512d a, __m512d b) { return op(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))); };
+  const Vec low = four(pair(row(0), row(1)), pair(row(2), row(3))), high = kRows <= 4 ? low : four(pair(row(4), row(5)), pair(row(6), row(7)));
+  const Vec both = op(_mm512_shuffle_f32x4(low, high, 0x44), _mm512_shuffle_f32x4(low, high, 0xee));
+  return op(_mm512_shuffle_f32x4(both, both, 0x88), _mm512_shuffle_f32x4(both, both, 0xdd));
+}
+#else
+FE_INLINE Vec bits_as_floats(IVec x) { return _mm256_castsi256_ps(x); }
+FE_INLINE IVec to_ints(Vec x) { return _mm256_cvtps_epi32(x); }
+FE_INLINE IVec iadd(IVec a, IVec b) { return _mm256_add_epi32(a, b); }
+FE_INLINE IVec isub(IVec a, IVec b) { return _mm256_sub_epi32(a, b); }
+FE_INLINE Vec vabs(Vec x) { return vmax(x, vsub(vzero(), x)); }
+FE_INLINE void store_bytes(IVec x, int8_t* out) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(words, words));
+}
+
+FE_INLINE void pack_bytes(const IVec (&x)[2], uint8_t* out) {
+  const __m256i words = _mm256_packus_epi32(x[0], x[1]);
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(bytes));
+}
+
+// For each of up to 8 rows its 8 lanes, put together by `op`, in the lane of its number; in the same order whatever the row.
+template <int kRows, typename Op>
+FE_INLINE Vec across(const Vec* x, const Op& op) {
+  const auto row = [&](int i) { return x[i < kRows ? i : kRows - 1]; };
+  const auto pair = [&](Vec a, Vec b) { return _mm256_castps_pd(op(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b))); };
+  const auto four = [&](__m256d a, __m256d b) { return op(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b))); };
+  const Vec low = four(pair(row(0), row(1)), pair(row(2), row(3))), high = kRows <= 4 ? low : four(pair(row(4), row(5)), pair(row(6), row(7)));
+  return op(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+#endif
 
 struct Int8Kernel {
   struct Chunk {
@@ -63,19 +82,45 @@ struct Int8Kernel {
   };
 
   int64_t block_size, d;
-  int32_t* queries;                    // [group of rows][head_dim / 4][kGroupRows] of four s8
-  alignas(64) float scales[kTaskRows];
-  int32_t starts[kTaskRows];           // -128 times the sum of a row's query: keys are stored plus 128
+  int8_t* queries;                 // [rows][head_dim]
+  alignas(64) float scales[kTaskRows + kLanes];
+  // kMagic's bits less 128 times the sum of a row's query: keys are stored plus 128, and sums are floats of kMagic more.
+  alignas(64) int32_t starts[kTaskRows + kLanes];
   // Of the chunk in hand; positions that nobody has written weigh nothing.
-  alignas(64) float key_scales[kChunk], value_logs[kChunk], value_inverses[kChunk];
+  alignas(64) float key_scales[kChunk], key_offsets[kChunk], value_logs[kChunk], value_inverses[kChunk];
 
-  FE_MEMBER Int8Kernel(const AttentionInput& in, const AttentionTask& task, const QueryRows& rows, void* scratch)
-      : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<int32_t*>(scratch)) {
-    const int64_t heads = in.num_heads / in.cache.num_kv_heads;
-    for (int64_t r = 0; r < task.num_queries * heads; ++r) {
-      starts[r] = -128 * quantize_query(rows.at(r), d, scales + r, queries + r / kGroupRows * (d / 4) * kGroupRows + r % kGroupRows);
-      scales[r] *= in.scale;
+  FE_MEMBER Int8Kernel(const AttentionInput& in, const float* rows, int64_t num_rows, void* scratch)
+      : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<int8_t*>(scratch)) {
+    // 127, or less where a sum of so many products could become too large.
+    const float levels = static_cast<float>(min_i(127, (kLargestSum - 1) / (127 * d)));
+    int64_t r = 0;
+    for (; r + kGroupRows <= num_rows; r += kGroupRows) quantize<kGroupRows>(rows, r, levels, in.scale);
+    for (; r < num_rows; ++r) quantize<1>(rows, r, levels, in.scale);
+  }
+
+  // Query rows from `first` on.
+  template <int kRows>
+  FE_MEMBER void quantize(const float* rows, int64_t first, float levels, float score_scale) {
+    Vec most[kRows], totals[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      most[r] = vzero();
+      for (int64_t i = 0; i < d; i += kLanes) most[r] = vmax(most[r], vabs(vload(rows + (first + r) * d + i)));
     }
+    const Vec largest = across<kRows>(most, vmax), scale = vdiv(largest, vset(levels));
+    alignas(64) float inverses[kLanes];
+    vstore(inverses, vmin(vdiv(vset(levels), largest), vset(3.0e38f)));
+    for (int r = 0; r < kRows; ++r) {
+      IVec total = iset(0);
+      for (int64_t i = 0; i < d; i += kLanes) {
+        const IVec q = to_ints(vmul(vload(rows + (first + r) * d + i), vset(inverses[r])));
+        total = iadd(total, q);
+        store_bytes(q, queries + (first + r) * d + i);
+      }
+      totals[r] = to_floats(total);
+    }
+    vstore(scales + first, vmul(scale, vset(score_scale)));
+    const IVec sums = to_ints(vmul(across<kRows>(totals, vadd), vset(-128.0f)));
+    istore(starts + first, iadd(sums, iset(kMagicBits)));
   }
 
   FE_MEMBER Chunk chunk_of(const AttentionInput& in, const Piece* pieces) const {
@@ -95,7 +140,9 @@ struct Int8Kernel {
     for (int64_t i = 0; i < kChunk; i += kLanes) {
       const int64_t n = max_i(0, min_i(kLanes, visible - i));
       const Vec scale = vmax(vset(kLeastScale), vload(chunk.value_scales[i / 16] + i % 16));
-      vstore(key_scales + i, vkeep_n(vload(chunk.key_scales[i / 16] + i % 16), n, vzero()));
+      const Vec key_scale = vkeep_n(shortened(vload(chunk.key_scales[i / 16] + i % 16)), n, vzero());
+      vstore(key_scales + i, key_scale);
+      vstore(key_offsets + i, vmul(key_scale, vset(-kMagic)));
       vstore(value_logs + i, vkeep_n(log2_coarse(scale), n, vset(kLowest)));
       vstore(value_inverses + i, vkeep_n(vdiv(vset(1.0f), scale), n, vzero()));
       if (i % 16 == 0) {
@@ -105,134 +152,164 @@ struct Int8Kernel {
     }
   }
 
-  // Dot products of a group's queries with kAtOnce vectors of positions, [kRows][kAtOnce * kLanes]. kWhole: a
-  // block holds them all, side by side.
-  template <int kRows, bool kWhole>
-  FE_MEMBER void dot_keys(const Chunk& chunk, const Chunk& next, int64_t position, int64_t first, int32_t* out) const {
-    IVec sums[kRows][kAtOnce];
-    const uint8_t *keys[kAtOnce], *ahead[kAtOnce];
-    for (int v = 0; v < kAtOnce; ++v) {
+  // Scores of kVecs vectors of positions from `position` on; `most` keeps the maxima of each row's lanes. kWhole: a block
+  // holds them all, side by side.
+  template <int kRows, int kVecs, bool kWhole, bool kAsks>
+  FE_MEMBER void score(const Chunk& chunk, const Chunk& next, int64_t position, const GroupRequest& request, Vec* most, float* scores) const {
+    IVec sums[kRows][kVecs];
+    const uint8_t *keys[kVecs], *ahead[kVecs];
+    for (int v = 0; v < kVecs; ++v) {
       const int64_t at = position + v * kLanes;
       keys[v] = kWhole && v > 0 ? keys[0] + v * kLanes * 4 : chunk.keys[at / 16] + at % 16 * 4;
       ahead[v] = kWhole && v > 0 ? ahead[0] + v * kLanes * 4 : next.keys[at / 16] + at % 16 * 4;
-      for (int r = 0; r < kRows; ++r) sums[r][v] = iset(starts[first + r]);
+      for (int r = 0; r < kRows; ++r) sums[r][v] = iset(starts[request.first + r]);
     }
-    const int64_t quads = d / 4, stride = block_size * 4;
-    const int32_t* query = queries + first * quads;
-    for (int64_t i = 0; i < quads; ++i, query += kGroupRows) {
-      IVec key[kAtOnce];
-      for (int v = 0; v < kAtOnce; ++v) {
+    const int64_t stride = block_size * 4;
+    const int8_t* query = queries + request.first * d;
+    for (int64_t i = 0; i < d; i += 4, query += 4) {
+      IVec key[kVecs];
+      for (int v = 0; v < kVecs; ++v) {
         key[v] = iload(keys[v]);
-        prefetch(ahead[v]);
         keys[v] += stride;
-        ahead[v] += stride;
+        if (kAsks) prefetch(ahead[v]), ahead[v] += stride;
       }
       for (int r = 0; r < kRows; ++r) {
-        const IVec q = iset(query[r]);
-        for (int v = 0; v < kAtOnce; ++v) add_dots(sums[r][v], key[v], q);
+        int32_t quad;
+        __builtin_memcpy(&quad, query + r * d, sizeof(quad));
+        const IVec q = iset(quad);
+        for (int v = 0; v < kVecs; ++v) add_dots(sums[r][v], key[v], q);
       }
     }
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kAtOnce; ++v) istore(out + (r * kAtOnce + v) * kLanes, sums[r][v]);
+    const auto scale_all = [&](bool masked) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const Vec scale = vset(scales[request.first + r]);
+        Vec largest = most[r];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) {
+          const int64_t at = position + v * kLanes;
+          const Vec product = vfma(bits_as_floats(sums[r][v]), vload(key_scales + at), vload(key_offsets + at));
+          Vec s = vfma(product, scale, vload(value_logs + at));
+          if (masked) s = vkeep_n(s, max_i(0, min_i(kLanes, request.counts[r] - at)), vset(kLowest));
+          largest = vmax(s, largest);
+          vstore(scores + r * kChunk + at, s);
+        }
+        most[r] = largest;
+      }
+    };
+    request.masked ? scale_all(true) : scale_all(false);
+  }
+
+  template <int kRows, int kVecs>
+  FE_MEMBER void score(const Chunk& chunk, const Chunk& next, int64_t position, const GroupRequest& request, Vec* most, float* scores) const {
+    if (block_size % (kVecs * kLanes) != 0) {
+      score<kRows, kVecs, false, true>(chunk, next, position, request, most, scores);
+    } else if (request.asks_ahead) {
+      score<kRows, kVecs, true, true>(chunk, next, position, request, most, scores);
+    } else {
+      score<kRows, kVecs, true, false>(chunk, next, position, request, most, scores);
     }
   }
 
-  // From those, scores at `position` of their rows; `most` keeps the maxima of each row's lanes.
-  template <int kRows, bool kMasked>
-  FE_MEMBER void score(const int32_t* dots, int64_t position, int64_t first, const int64_t* counts, float* most, float* scores) const {
-    for (int r = 0; r < kRows; ++r) {
-      const Vec scale = vset(scales[first + r]);
-      Vec largest = vload(most + r * kLanes);
-      for (int v = 0; v < kAtOnce; ++v) {
-        const int64_t at = position + v * kLanes;
-        Vec s = vfma(vmul(to_floats(iload(dots + (r * kAtOnce + v) * kLanes)), vload(key_scales + at)), scale, vload(value_logs + at));
-        if (kMasked) s = vkeep_n(s, max_i(0, min_i(kLanes, counts[r] - at)), vset(kLowest));
-        largest = vmax(s, largest);
-        vstore(scores + r * kChunk + at, s);
-      }
-      vstore(most + r * kLanes, largest);
-    }
-  }
+  // A row's weights so far.
+  struct Weighing {
+    Vec total;  // as they were before rounding
+    Vec sum;    // of each lane's, with their values' scales
+    IVec rounded;  // that
+  };
 
-  // Turns a row's scores into u8 weights, and returns their sum as it was before rounding. What rounding takes from a
-  // weight its lane's next one gets: the many small ones of a long context would all become nothing else.
-  FE_MEMBER float weigh(const float* scores, float maximum, int64_t padded, uint8_t* weights) const {
-    const Vec level = vset(maximum - kLog2OfLargest);
-    Vec totals[kAtOnce], carried[kAtOnce];
-    for (int v = 0; v < kAtOnce; ++v) totals[v] = carried[v] = vzero();
-    for (int64_t i = 0; i < padded; i += kAtOnce * kLanes) {
-      Vec p[kAtOnce];
-      for (int v = 0; v < kAtOnce; ++v) {
-        const Vec exact = exp2_coarse(vsub(vload(scores + i + v * kLanes), level)), wanted = vadd(exact, carried[v]);
-        totals[v] = vfma(exact, vload(value_inverses + i + v * kLanes), totals[v]);
-        p[v] = vround(wanted);
-        carried[v] = vsub(wanted, p[v]);
-      }
-      round_to_bytes(p, weights + i);
+  // Turns kVecs vectors of scores into u8 weights: what the rounded sum of a lane's weights grows by. The many small weights
+  // of a long context would all become nothing if each was rounded by itself.
+  template <int kVecs>
+  FE_MEMBER void weigh(const float* scores, Vec level, const float* inverses, Weighing* so_far, uint8_t* weights) const {
+    IVec bytes[kVecs];
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec exact = exp2_coarse(vsub(vload(scores + v * kLanes), level));
+      so_far->total = vfma(exact, vload(inverses + v * kLanes), so_far->total);
+      so_far->sum = vadd(so_far->sum, exact);
+      const IVec rounded = to_ints(so_far->sum);
+      bytes[v] = isub(rounded, so_far->rounded);
+      so_far->rounded = rounded;
     }
-    Vec total = vadd(totals[0], totals[1]);
-    for (int v = 2; v < kAtOnce; v += 2) total = vadd(total, vadd(totals[v], totals[v + 1]));
-    return vsum(total);
+    pack_bytes(bytes, weights);
   }
 
   // Weighted values of kVecs vectors of features from `feature` on.
-  template <int kRows, int kVecs>
-  FE_MEMBER void add_values(const Chunk& chunk, const Chunk& next, int64_t feature, const int32_t* weights, int64_t pieces, const GroupTarget& target,
+  template <int kRows, int kVecs, bool kAsks>
+  FE_MEMBER void add_values(const Chunk& chunk, const Chunk& next, int64_t feature, const uint8_t* weights, int64_t pieces, const GroupTarget& target,
                             const RowFactors& factors) const {
     IVec sums[kRows][kVecs];
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) sums[r][v] = iset(0);
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = iset(kMagicBits);
     }
     const int64_t stride = d * 4;
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const int8_t *values = chunk.values[piece] + feature * 4, *ahead = next.values[piece] + feature * 4;
-      for (int i = 0; i < 4; ++i, values += stride, ahead += stride, ++weights) {
+      for (int i = 0; i < 4; ++i, values += stride, ahead += stride, weights += 4) {
         IVec value[kVecs];
         for (int v = 0; v < kVecs; ++v) {
           value[v] = iload(values + v * kLanes * 4);
-          prefetch(ahead + v * kLanes * 4);
+          if (kAsks) prefetch(ahead + v * kLanes * 4);
         }
         for (int r = 0; r < kRows; ++r) {
-          const IVec p = iset(weights[r * (kChunk / 4)]);
+          int32_t quad;
+          __builtin_memcpy(&quad, weights + r * kChunk, sizeof(quad));
+          const IVec p = iset(quad);
           for (int v = 0; v < kVecs; ++v) add_dots(sums[r][v], p, value[v]);
         }
       }
     }
     float* const out = target.out + feature;
-    for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) put(target, factors, r, to_floats(sums[r][v]), out + r * d + v * kLanes);
-    }
+    const auto put_all = [&](bool folds) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) {
+          const Vec scaled = vfma(bits_as_floats(sums[r][v]), vset(factors.added[r]), vset(factors.offset[r]));
+          float* const to = out + r * d + v * kLanes;
+          vstore(to, folds ? vfma(vload(to), vset(factors.kept[r]), scaled) : scaled);
+        }
+      }
+    };
+    target.use == Use::kFold ? put_all(true) : put_all(false);
+  }
+
+  template <int kRows, bool kAsks>
+  FE_MEMBER void add_values(const Chunk& chunk, const Chunk& next, const uint8_t* weights, int64_t pieces, const GroupTarget& target, const RowFactors& factors) const {
+    int64_t f = 0;
+    for (; f + kAtOnce * kLanes <= d; f += kAtOnce * kLanes) add_values<kRows, kAtOnce, kAsks>(chunk, next, f, weights, pieces, target, factors);
+    for (; f + 2 * kLanes <= d; f += 2 * kLanes) add_values<kRows, 2, kAsks>(chunk, next, f, weights, pieces, target, factors);
+    for (; f < d; f += kLanes) add_values<kRows, 1, kAsks>(chunk, next, f, weights, pieces, target, factors);
   }
 
   template <int kRows>
-  __attribute__((noinline)) void group(const Chunk& chunk, const Chunk& next, int64_t first, const int64_t* counts, bool masked, const GroupTarget& target) const {
-    constexpr int64_t kStep = kAtOnce * kLanes;
-    alignas(64) float scores[kRows * kChunk];
-    alignas(64) int32_t dots[kRows * kStep], weights[kRows * kChunk / 4];
-    alignas(64) float most[kRows * kLanes], maxima[kLanes], sums[kLanes];
-    const int64_t most_visible = counts[kRows - 1], padded = ceil_div(most_visible, kStep) * kStep;
-    for (int r = 0; r < kRows; ++r) vstore(most + r * kLanes, vset(kLowest));
-    for (int64_t i = 0; i < padded; i += kStep) {
-      if (block_size % kStep == 0) {
-        dot_keys<kRows, true>(chunk, next, i, first, dots);
-      } else {
-        dot_keys<kRows, false>(chunk, next, i, first, dots);
-      }
-      if (masked) {
-        score<kRows, true>(dots, i, first, counts, most, scores);
-      } else {
-        score<kRows, false>(dots, i, first, counts, most, scores);
-      }
+  __attribute__((noinline)) void group(const Chunk& chunk, const Chunk& next, const GroupRequest& request, const GroupTarget& target) const {
+    constexpr int64_t kStep = kAtOnce * kLanes, kLeast = 2 * kLanes;
+    alignas(64) float scores[kRows * kChunk], levels[kLanes];
+    alignas(64) uint8_t weights[kRows * kChunk];
+    const int64_t most_visible = request.counts[kRows - 1], padded = ceil_div(most_visible, kLeast) * kLeast;
+    Vec most[kRows], totals[kRows];
+    for (int r = 0; r < kRows; ++r) most[r] = vset(kLowest);
+    int64_t i = 0;
+    for (; i + kStep <= padded; i += kStep) score<kRows, kAtOnce>(chunk, next, i, request, most, scores);
+    for (; i < padded; i += kLeast) score<kRows, 2>(chunk, next, i, request, most, scores);
+    const Vec maxima = across<kRows>(most, vmax);
+    vstore(levels, vsub(maxima, vset(kLog2OfLargest)));
+    for (int r = 0; r < kRows; ++r) {
+      const Vec level = vset(levels[r]);
+      Weighing so_far{vzero(), vzero(), iset(0)};
+      for (i = 0; i + kStep <= padded; i += kStep) weigh<kAtOnce>(scores + r * kChunk + i, level, value_inverses + i, &so_far, weights + r * kChunk + i);
+      for (; i < padded; i += kLeast) weigh<2>(scores + r * kChunk + i, level, value_inverses + i, &so_far, weights + r * kChunk + i);
+      totals[r] = so_far.total;
     }
-    for (int r = 0; r < kRows; ++r) maxima[r] = vmaximum(vload(most + r * kLanes));
-    for (int r = 0; r < kRows; ++r) sums[r] = weigh(scores + r * kChunk, maxima[r], padded, reinterpret_cast<uint8_t*>(weights + r * (kChunk / 4)));
     RowFactors factors;
-    settle(target, maxima, sums, kRows, &factors);
+    settle(target, {maxima, across<kRows>(totals, vadd)}, kRows, &factors);
     const int64_t pieces = ceil_div(most_visible, 16);
-    int64_t f = 0;
-    for (; f + kAtOnce * kLanes <= d; f += kAtOnce * kLanes) add_values<kRows, kAtOnce>(chunk, next, f, weights, pieces, target, factors);
-    for (; f + 2 * kLanes <= d; f += 2 * kLanes) add_values<kRows, 2>(chunk, next, f, weights, pieces, target, factors);
-    for (; f < d; f += kLanes) add_values<kRows, 1>(chunk, next, f, weights, pieces, target, factors);
+    if (request.asks_ahead) {
+      add_values<kRows, true>(chunk, next, weights, pieces, target, factors);
+    } else {
+      add_values<kRows, false>(chunk, next, weights, pieces, target, factors);
+    }
   }
 };
 

@@ -19,12 +19,20 @@ FE_INLINE bool samples_end_sequences(const StepArgs& s) {
   return s.num_samples < s.num_tokens && row == s.num_samples;
 }
 
+// How many queries are walked together: the fewer, the more often keys are read and made ready; the more, the fewer tasks.
+FE_INLINE int64_t queries_per_task(const ModelShape& shape, const StepArgs& s, int num_threads) {
+  const int64_t heads = shape.num_heads / shape.num_kv_heads;
+  int64_t rows = kTaskRows;
+  while (rows > kTaskRows / 4 && s.num_tokens * shape.num_heads / rows < 2 * kTasksPerThread * num_threads) rows /= 2;
+  return max_i(1, rows / heads);
+}
+
 // Calls visit(seq, first query, num_queries, num_chunks, row) for each run of queries that are walked together; `row` is the
 // first one's among all, or with `samples_only`, where there are no others, among those that sample.
 // The last queries of a prefill see the most keys: they come first, so that no thread ends with one.
 template <typename Visit>
-FE_INLINE void for_query_runs(const ModelShape& shape, const StepArgs& s, bool samples_only, const Visit& visit) {
-  const int64_t per_task = queries_per_task(shape.num_heads / shape.num_kv_heads);
+FE_INLINE void for_query_runs(const ModelShape& shape, const StepArgs& s, int num_threads, bool samples_only, const Visit& visit) {
+  const int64_t per_task = queries_per_task(shape, s, num_threads);
   for (int64_t i = 0, row = 0; i < s.num_seqs; ++i) {
     const int64_t length = s.query_starts[i + 1] - s.query_starts[i], start = s.context_lens[i] - length;
     if (samples_only) {
@@ -39,17 +47,12 @@ FE_INLINE void for_query_runs(const ModelShape& shape, const StepArgs& s, bool s
   }
 }
 
-// A token whose key is rotated, and stored with its value, before attention; and so are its queries if they attend.
-struct StoredToken {
-  int32_t token, attends;
-};
-
 // Where splits, tasks and partial results go, or with null pointers how many there are.
 struct AttentionPlan {
   AttentionTask* tasks;
   AttentionSplit* splits;
   int64_t num_tasks, num_splits, num_partials;
-  StoredToken* stored;  // [num_stored]: all but those that attention stores itself
+  int32_t* stored;  // [num_stored]: tokens whose keys and values attention does not store itself
   int64_t num_stored;
 };
 
@@ -58,10 +61,10 @@ struct AttentionPlan {
 FE_INLINE void plan_attention(const ModelShape& shape, const StepArgs& s, int num_threads, bool samples_only, AttentionPlan* plan) {
   const int64_t kv_heads = shape.num_kv_heads, heads = shape.num_heads / kv_heads;
   int64_t total = 0;
-  for_query_runs(shape, s, samples_only, [&](int64_t, int64_t, int64_t count, int64_t chunks, int64_t) { total += kv_heads * cost_of(count, heads, chunks); });
+  for_query_runs(shape, s, num_threads, samples_only, [&](int64_t, int64_t, int64_t count, int64_t chunks, int64_t) { total += kv_heads * cost_of(count, heads, chunks); });
   const int64_t share = max_i(1, total / (kTasksPerThread * num_threads));
   plan->num_tasks = plan->num_splits = plan->num_partials = 0;
-  for_query_runs(shape, s, samples_only, [&](int64_t seq, int64_t first, int64_t count, int64_t chunks, int64_t row) {
+  for_query_runs(shape, s, num_threads, samples_only, [&](int64_t seq, int64_t first, int64_t count, int64_t chunks, int64_t row) {
     const int64_t parts = num_threads == 1 ? 1 : min_i(chunks, ceil_div(2 * cost_of(count, heads, chunks), 3 * share));
     const bool is_new = s.query_starts[seq + 1] - s.query_starts[seq] == 1;
     const int64_t token = s.query_starts[seq] + first, position = s.context_lens[seq] - (s.query_starts[seq + 1] - s.query_starts[seq]) + first;
@@ -85,7 +88,7 @@ FE_INLINE void plan_attention(const ModelShape& shape, const StepArgs& s, int nu
     row += samples ? 1 : 0;
     if (first == last && (samples || !samples_only)) continue;
     for (int32_t t = first; t <= last; ++t, ++plan->num_stored) {
-      if (plan->stored != nullptr) plan->stored[plan->num_stored] = {t, !samples_only || (samples && t == last)};
+      if (plan->stored != nullptr) plan->stored[plan->num_stored] = t;
     }
   }
 }

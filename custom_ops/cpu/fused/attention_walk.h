@@ -1,12 +1,11 @@
 // What attention does whatever its cache holds: chunks, groups of rows, splits.
 //
 // A Kernel has
-//   Kernel(in, task, rows, scratch)   takes the task's query rows
+//   Kernel(in, queries, num_rows, scratch)   takes the task's query rows, rotated
 //   Chunk chunk_of(in, pieces)   where the keys and values of a chunk's pieces are
 //   void prepare(chunk, next, visible)   once per chunk, before its groups; `visible` positions are written
-//   group<kRows>(chunk, next, first_row, counts, masked, target)
-// and group() leaves a chunk's maxima and sums in target.maxima and .sums of its rows, and adds its weighted
-// values to target.out as target.fold says.
+//   group<kRows>(chunk, next, request, target)
+// and group() brings target.maxima, .sums and .out of its rows up to date with what the chunk gives, as target.use says.
 #pragma once
 
 #include "rows.h"
@@ -17,24 +16,15 @@
 namespace fastengine {
 namespace FE_ISA {
 
-// Where a task's query rows stand.
-struct QueryRows {
-  const float* first;
-  int64_t heads, token_stride, head_dim;
-  FE_MEMBER const float* at(int64_t row) const { return first + row / heads * token_stride + row % heads * head_dim; }
-};
+// Scratch of rotation: a key row and what Rotation needs.
+FE_INLINE int64_t rotation_floats(int64_t head_dim, int64_t rotary_dim) { return head_dim + 2 * rotary_dim; }
 
-// A new row's queries, and its key; scratch of its rotation.
-FE_INLINE int64_t new_row_floats(int64_t head_dim, int64_t rotary_dim) { return (kTaskRows + 1) * head_dim + 2 * rotary_dim; }
-
-// Rotates the queries of a new row into `scratch`. The task that walks its last chunk stores its key and value.
-FE_INLINE QueryRows take_new_row(const AttentionInput& in, const AttentionTask& task, float* scratch) {
+// Rotates a task's queries into `rows` [query][head][head_dim]. Of a new token, the task that walks its last chunk stores
+// its key and value.
+FE_INLINE void take_queries(const AttentionInput& in, const AttentionTask& task, float* scratch, float* rows) {
   const NewRows& n = in.new_rows;
   const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads;
-  const float* const row = in.qkv + task.first_token * in.qkv_stride;
-  float *const queries = scratch, *const key = queries + kTaskRows * d;
-  const Rotation rotation(n.cos_sin + n.positions[task.first_token] * n.rotary_dim, n.rotary_dim, n.interleaved, key + d);
-  const auto rotate = [&](const float* source, const float* norm, float* target) {
+  const auto rotate = [&](const Rotation& rotation, const float* source, const float* norm, float* target) {
     if (norm != nullptr) {
       norm_row(source, norm, d, n.epsilon, target);
     } else {
@@ -42,47 +32,52 @@ FE_INLINE QueryRows take_new_row(const AttentionInput& in, const AttentionTask& 
     }
     rotation.apply(target);
   };
-  const int64_t slot = n.slot_mapping[task.first_token];
-  if (slot >= 0 && task.last_chunk * kChunk > task.first_position) {
-    const float* const source = row + (in.num_heads + task.kv_head) * d;
-    rotate(source, n.key_norm, key);
-    write_kv(in.cache, slot, task.kv_head, key, source + in.cache.num_kv_heads * d);
+  for (int64_t t = 0; t < task.num_queries; ++t) {
+    const int64_t token = task.first_token + t, slot = n.slot_mapping[token];
+    const float* const row = in.qkv + token * in.qkv_stride;
+    const Rotation rotation(n.cos_sin + n.positions[token] * n.rotary_dim, n.rotary_dim, n.interleaved, scratch + d);
+    if (task.is_new != 0 && slot >= 0 && task.last_chunk * kChunk > task.first_position) {
+      const float* const source = row + (in.num_heads + task.kv_head) * d;
+      rotate(rotation, source, n.key_norm, scratch);
+      write_kv(in.cache, slot, task.kv_head, scratch, source + in.cache.num_kv_heads * d);
+    }
+    for (int64_t h = 0; h < heads; ++h) rotate(rotation, row + (task.kv_head * heads + h) * d, n.query_norm, rows + (t * heads + h) * d);
   }
-  for (int64_t h = 0; h < heads; ++h) rotate(row + (task.kv_head * heads + h) * d, n.query_norm, queries + h * d);
-  return {queries, heads, 0, d};
 }
 
-// Where a group's rows of one chunk go. With a state they are folded into `out`, else `out` is overwritten
-// with them, and `maxima` and `sums` are kept beside.
+// What becomes of a chunk's results: they are kept beside others, begin the rows' state, or are folded into it.
+enum class Use { kKeep, kBegin, kFold };
+
+// Where a group's rows of one chunk go: maxima and sums, and weighted values [rows][head_dim].
 struct GroupTarget {
-  float* maxima;  // of the state, or of the chunk
-  float* sums;
-  float* out;  // [rows][head_dim]
-  bool folds;
+  Use use;
+  float *maxima, *sums, *out;
 };
 
-// Factors per row for the old and new values of GroupTarget::out, and maxima and sums brought up to date.
+// Factors per row for the old and new values of GroupTarget::out, and -kMagic times the latter.
 struct RowFactors {
-  alignas(64) float kept[kLanes], added[kLanes];
+  alignas(64) float kept[kLanes], added[kLanes], offset[kLanes];
 };
 
-FE_INLINE void settle(const GroupTarget& target, const float* maxima, const float* sums, int64_t num_rows, RowFactors* factors) {
-  const RowState chunk{vload_n(maxima, num_rows), vload_n(sums, num_rows)};
-  if (!target.folds) {
-    vstore_n(target.maxima, chunk.maximum, num_rows);
-    vstore_n(target.sums, chunk.sum, num_rows);
-    return;
+// Brings the maxima and sums of a target's rows up to date.
+FE_INLINE void settle(const GroupTarget& target, RowState chunk, int64_t num_rows, RowFactors* factors) {
+  if (target.use == Use::kFold) {
+    RowState state{vload_n(target.maxima, num_rows), vload_n(target.sums, num_rows)};
+    const Fold fold = fold_rows(&state, chunk);
+    vstore(factors->kept, fold.kept);
+    vstore(factors->added, fold.added);
+    vstore(factors->offset, vmul(fold.added, vset(-kMagic)));
+    chunk = state;
+  } else {
+    vstore(factors->added, vset(1.0f));
+    vstore(factors->offset, vset(-kMagic));
   }
-  RowState state{vload_n(target.maxima, num_rows), vload_n(target.sums, num_rows)};
-  const Fold fold = fold_rows(&state, chunk);
-  vstore_n(target.maxima, state.maximum, num_rows);
-  vstore_n(target.sums, state.sum, num_rows);
-  vstore(factors->kept, fold.kept);
-  vstore(factors->added, fold.added);
+  vstore_n(target.maxima, chunk.maximum, num_rows);
+  vstore_n(target.sums, chunk.sum, num_rows);
 }
 
-FE_INLINE void put(const GroupTarget& target, const RowFactors& factors, int64_t row, Vec values, float* out) {
-  vstore(out, target.folds ? vfma(values, vset(factors.added[row]), vmul(vload(out), vset(factors.kept[row]))) : values);
+FE_INLINE void put(const GroupTarget& target, const RowFactors& factors, int64_t row, Vec scaled, float* out) {
+  vstore(out, target.use == Use::kFold ? vfma(vload(out), vset(factors.kept[row]), scaled) : scaled);
 }
 
 // 16 positions of one head in the cache: its row of blocks, in positions, and the first of them in its block.
@@ -141,66 +136,87 @@ class PiecesAhead {
   int64_t piece_;
 };
 
+// A group of rows from `first` on, each of which sees `counts` positions of the chunk; masked: not all of them all.
+struct GroupRequest {
+  int64_t first;
+  const int64_t* counts;
+  bool masked, asks_ahead;
+};
+
 template <typename Kernel>
-FE_INLINE void walk_rows(Kernel& kernel, int64_t num_rows, const typename Kernel::Chunk& chunk, const typename Kernel::Chunk& next, int64_t first, const int64_t* counts,
-                         bool masked, const GroupTarget& target) {
+FE_INLINE void walk_rows(Kernel& kernel, int64_t num_rows, const typename Kernel::Chunk& chunk, const typename Kernel::Chunk& next, const GroupRequest& request, const GroupTarget& target) {
   switch (num_rows) {
-    case 1: return kernel.template group<1>(chunk, next, first, counts, masked, target);
-    case 2: return kernel.template group<2>(chunk, next, first, counts, masked, target);
-    case 3: return kernel.template group<3>(chunk, next, first, counts, masked, target);
-    case 4: return kernel.template group<4>(chunk, next, first, counts, masked, target);
-    case 5: return kernel.template group<5>(chunk, next, first, counts, masked, target);
-    default: return kernel.template group<6>(chunk, next, first, counts, masked, target);
+    case 1: return kernel.template group<1>(chunk, next, request, target);
+    case 2: return kernel.template group<2>(chunk, next, request, target);
+    case 3: return kernel.template group<3>(chunk, next, request, target);
+    case 4: return kernel.template group<4>(chunk, next, request, target);
+    case 5: return kernel.template group<5>(chunk, next, request, target);
+    default: return kernel.template group<6>(chunk, next, request, target);
   }
+}
+
+// What is known of a task's rows.
+struct TaskState {
+  alignas(64) float maxima[kTaskRows], sums[kTaskRows];
+};
+
+FE_INLINE float* output_of(const AttentionInput& in, const AttentionTask& task, int64_t query) {
+  const int64_t d = in.cache.head_dim;
+  return in.out + (task.first_row + query) * in.num_heads * d + task.kv_head * (in.num_heads / in.cache.num_kv_heads) * d;
 }
 
 // Writes the rows' outputs, divided by their sums.
 FE_INLINE void finish(const AttentionInput& in, const AttentionTask& task, const float* sums, const float* out) {
   const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads;
-  for (int64_t r = 0; r < task.num_queries * heads; ++r) {
-    float* const target = in.out + (task.first_row + r / heads) * in.num_heads * d + (task.kv_head * heads + r % heads) * d;
-    const Vec inverse = vset(1.0f / sums[r]);
-    for (int64_t i = 0; i < d; i += kLanes) vstore(target + i, vmul(vload(out + r * d + i), inverse));
+  for (int64_t t = 0; t < task.num_queries; ++t) {
+    float* target = output_of(in, task, t);
+    for (int64_t h = 0; h < heads; ++h, ++sums, out += d, target += d) {
+      const Vec inverse = vset(1.0f / *sums);
+      for (int64_t i = 0; i < d; i += kLanes) vstore(target + i, vmul(vload(out + i), inverse));
+    }
   }
+}
+
+// Asks for the memory of a query's outputs, and for the queries of the thread's next task.
+FE_INLINE void ask_for_query(const AttentionInput& in, const AttentionTask* task, const AttentionTask* end, int64_t query) {
+  const int64_t size = in.num_heads / in.cache.num_kv_heads * in.cache.head_dim;
+  const float* const out = output_of(in, *task, query);
+  for (int64_t i = 0; i < size; i += 16) __builtin_prefetch(out + i, 1);
+  const AttentionTask* const next = task + 1;
+  if (next == end || query >= next->num_queries) return;
+  const float* const row = in.qkv + (next->first_token + query) * in.qkv_stride + next->kv_head * size;
+  for (int64_t i = 0; i < size; i += 16) __builtin_prefetch(row + i);
 }
 
 // Folds the results of all chunks, as a single walk would have done.
 FE_INLINE void fold_split(const AttentionInput& in, const AttentionTask& task, const float* partials, int64_t num_chunks, float* out) {
-  const int64_t d = in.cache.head_dim, num_rows = task.num_queries * (in.num_heads / in.cache.num_kv_heads);
-  alignas(64) float maxima[kTaskRows], sums[kTaskRows];
-  for (int64_t r = 0; r < kTaskRows; ++r) maxima[r] = -3.0e38f, sums[r] = 0.0f;
-  for (int64_t i = 0; i < num_rows * d; i += kLanes) vstore(out + i, vzero());
+  const int64_t d = in.cache.head_dim, num_rows = task.num_queries * (in.num_heads / in.cache.num_kv_heads), padded = padded_rows(num_rows);
+  TaskState state;
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk, partials += partial_floats(num_rows, d)) {
     for (int64_t first = 0; first < num_rows; first += kLanes) {
       const int64_t n = min_i(kLanes, num_rows - first);
-      const GroupTarget target{maxima + first, sums + first, out + first * d, true};
+      const GroupTarget target{chunk == 0 ? Use::kBegin : Use::kFold, state.maxima + first, state.sums + first, out + first * d};
       RowFactors factors;
-      settle(target, partials + first, partials + kTaskRows + first, n, &factors);
+      settle(target, {vload_n(partials + first, n), vload_n(partials + padded + first, n)}, n, &factors);
       for (int64_t r = 0; r < n; ++r) {
-        const float* const values = partials + 2 * kTaskRows + (first + r) * d;
-        for (int64_t i = 0; i < d; i += kLanes) put(target, factors, r, vload(values + i), target.out + r * d + i);
+        const float* const values = partials + 2 * padded + (first + r) * d;
+        for (int64_t i = 0; i < d; i += kLanes) put(target, factors, r, vmul(vload(values + i), vset(factors.added[r])), target.out + r * d + i);
       }
     }
   }
-  finish(in, task, sums, out);
+  finish(in, task, state.sums, out);
 }
 
-// scratch: the rows' output [kTaskRows][head_dim], a new row, then the kernel's own.
+// scratch: the rows' queries and outputs [kTaskRows][head_dim], what rotation needs, then the kernel's own.
 template <typename Kernel>
 FE_INLINE void walk(const AttentionInput& in, const AttentionTask* tasks, const AttentionTask* end_of_tasks, void* scratch) {
   const AttentionTask& task = *tasks;
-  const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads, num_rows = task.num_queries * heads;
-  float* const out = static_cast<float*>(scratch);
-  float *const new_row = out + kTaskRows * d, *const own = new_row + new_row_floats(d, in.new_rows.rotary_dim);
-  const QueryRows rows = task.is_new != 0 ? take_new_row(in, task, new_row)
-                                          : QueryRows{in.qkv + task.first_token * in.qkv_stride + task.kv_head * heads * d, heads, in.qkv_stride, d};
-  Kernel kernel(in, task, rows, own);
-  alignas(64) float maxima[kTaskRows], sums[kTaskRows];
+  const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads, num_rows = task.num_queries * heads, padded = padded_rows(num_rows);
+  float *const queries = static_cast<float*>(scratch), *const out = queries + kTaskRows * d, *const own = out + kTaskRows * d;
+  take_queries(in, task, own, queries);
+  Kernel kernel(in, queries, num_rows, own + rotation_floats(d, in.new_rows.rotary_dim));
+  TaskState state;
   const bool is_split = task.split >= 0;
-  for (int64_t r = 0; r < kTaskRows; ++r) maxima[r] = -3.0e38f, sums[r] = 0.0f;
-  if (!is_split) {
-    for (int64_t i = 0; i < num_rows * d; i += kLanes) vstore(out + i, vzero());
-  }
   float* const partials = is_split ? in.partials + in.splits[task.split].partials_at : nullptr;
   const int64_t end = task.first_position + task.num_queries;
   PiecesAhead pieces_ahead(in, tasks, end_of_tasks);
@@ -213,18 +229,24 @@ FE_INLINE void walk(const AttentionInput& in, const AttentionTask* tasks, const 
     const typename Kernel::Chunk next = kernel.chunk_of(in, pieces);
     kernel.prepare(chunk, next, visible);
     float* const results = partials + i * partial_floats(num_rows, d);
-    for (int64_t first = 0; first < num_rows; first += kGroupRows) {
+    for (int64_t first = 0, query = 0, head = 0; first < num_rows; first += kGroupRows) {
       const int64_t n = min_i(kGroupRows, num_rows - first);
       int64_t counts[kGroupRows];
-      for (int64_t r = 0; r < n; ++r) counts[r] = max_i(0, min_i(kChunk, task.first_position + (first + r) / heads + 1 - begin));
-      const GroupTarget target = is_split ? GroupTarget{results + first, results + kTaskRows + first, results + 2 * kTaskRows + first * d, false}
-                                          : GroupTarget{maxima + first, sums + first, out + first * d, true};
+      for (int64_t r = 0; r < n; ++r) {
+        if (head == 0 && i + 1 == task.last_chunk) ask_for_query(in, tasks, end_of_tasks, query);
+        counts[r] = max_i(0, min_i(kChunk, task.first_position + query + 1 - begin));
+        if (++head == heads) head = 0, ++query;
+      }
+      // Whoever sees all that is written of the chunk asks for the next one.
+      const GroupRequest request{first, counts, counts[0] < visible, first + n == num_rows};
+      const GroupTarget target = is_split ? GroupTarget{Use::kKeep, results + first, results + padded + first, results + 2 * padded + first * d}
+                                          : GroupTarget{i == 0 ? Use::kBegin : Use::kFold, state.maxima + first, state.sums + first, out + first * d};
       // A row that sees nothing of this chunk folds in zeros; a group that sees nothing has nothing to fold.
-      if (counts[n - 1] > 0 || is_split) walk_rows(kernel, n, chunk, next, first, counts, counts[0] < visible, target);
+      if (counts[n - 1] > 0 || is_split) walk_rows(kernel, n, chunk, next, request, target);
     }
   }
   if (!is_split) {
-    finish(in, task, sums, out);
+    finish(in, task, state.sums, out);
     return;
   }
   const AttentionSplit& split = in.splits[task.split];

@@ -58,16 +58,23 @@ struct RowState {
   Vec maximum, sum;
 };
 
-FE_INLINE RowState no_rows() { return {vset(-3.0e38f), vzero()}; }
+// Without its last two bits: times three, or a power of two times that, such a number is exact.
+FE_INLINE Vec shortened(Vec x) {
+#if defined(__AVX512F__)
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(~3)));
+#else
+  return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(~3)));
+#endif
+}
 
 // Factors for what a row's output holds and for a chunk's weighted values, to add them up.
 struct Fold {
-  Vec kept, added;
+  Vec kept, added;  // `added` is shortened
 };
 
 FE_INLINE Fold fold_rows(RowState* state, RowState chunk) {
   const Vec now = vmax(chunk.maximum, state->maximum);
-  const Fold fold{exp2_fine(vsub(state->maximum, now)), exp2_fine(vsub(chunk.maximum, now))};
+  const Fold fold{exp2_fine(vsub(state->maximum, now)), shortened(exp2_fine(vsub(chunk.maximum, now)))};
   *state = {now, vfma(chunk.sum, fold.added, vmul(state->sum, fold.kept))};
   return fold;
 }

@@ -148,13 +148,12 @@ struct Step {
     const int64_t grain = max_i(1, min_i(16, plan.num_stored / (4 * me.team->num_threads)));
     for_tasks(me, plan.num_stored, grain, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
-        const int64_t t = plan.stored[i].token, first_head = plan.stored[i].attends != 0 ? 0 : p.num_heads;
+        const int64_t t = plan.stored[i];
         float* const row = w.qkv + t * w.qkv_stride;
         const Rotation rotation(m.cos_sin + s.positions[t] * p.rotary_dim, p.rotary_dim, p.rope_interleaved != 0, reinterpret_cast<float*>(scratch(me)));
-        for (int64_t h = first_head; h < p.num_heads + p.num_kv_heads; ++h) {
+        for (int64_t h = p.num_heads; h < p.num_heads + p.num_kv_heads; ++h) {
           float* const head = row + h * p.head_dim;
-          const float* const norm = h < p.num_heads ? layer.query_norm : layer.key_norm;
-          if (norm != nullptr) norm_row(head, norm, p.head_dim, p.rms_epsilon, head);
+          if (layer.key_norm != nullptr) norm_row(head, layer.key_norm, p.head_dim, p.rms_epsilon, head);
           rotation.apply(head);
         }
         if (s.slot_mapping[t] < 0) continue;

@@ -60,7 +60,7 @@ RowSet cut_rows(Cutter* cutter, const ModelView& m, const StepArgs& s, int num_t
   plan_attention(m.shape, s, num_threads, samples_only, &rows.plan);
   rows.plan.tasks = cutter->take<AttentionTask>(rows.plan.num_tasks);
   rows.plan.splits = cutter->take<AttentionSplit>(rows.plan.num_splits);
-  rows.plan.stored = cutter->take<StoredToken>(rows.plan.num_stored);
+  rows.plan.stored = cutter->take<int32_t>(rows.plan.num_stored);
   rows.arrived = cutter->take<uint32_t>(rows.plan.num_splits * m.shape.num_layers);
   rows.partials = cutter->take<float>(rows.plan.num_partials);
   return rows;
