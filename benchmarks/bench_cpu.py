@@ -5,6 +5,7 @@ peak and the model in the same run, so that a share of the roofline means someth
 ``--peers openvino llama.cpp`` installs the named peers into environments of their own and runs them in
 turn with fastengine (A B A B): whole answers of 128 tokens to prompts of 64, medians and ratios.
 ``--http`` measures servers instead: fastengine's, and those of the named peers that have one.
+``--isa avx512 avxvnni avx2`` compares the instruction sets of the fused step, in turn, each with its own integer peak.
 ``--cases``, ``--batches`` and ``--rounds`` keep a run short.
 """
 
@@ -27,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.cpu_http import measure_http
 from benchmarks.cpu_peers import PEERS, Load, PeerUnavailable
 from benchmarks.cpu_roofline import Machine, measure_machine
+from fastengine import custom_ops
 from fastengine.config import DEFAULT_DECODE_RUN_MS, EngineConfig
+from fastengine.custom_ops.fused import has_instruction_set
 from fastengine.engine.run_length import RunLength
 from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.steps import StartedSequence, StepPlan
@@ -79,24 +82,40 @@ def main() -> int:
     parser.add_argument("--input-tokens", type=int, default=64, help="With --http: length of a prompt, template included.")
     parser.add_argument("--system-words", type=int, default=0, help="With --http: begin each chat with the same system message of this many words.")
     parser.add_argument("--rounds", type=int, default=3, help="Each case is measured this often; medians are shown.")
+    parser.add_argument(
+        "--isa", nargs="+", choices=["avx512", "avxvnni", "avx2"], help="Instruction sets of the fused step, each in turn (default: the best)."
+    )
     parser.add_argument("--peers", nargs="*", default=[], choices=sorted(PEERS))
     parser.add_argument("--json", type=Path, help="Write the figures to this file as well.")
     args = parser.parse_args()
     paddle.set_grad_enabled(False)
+    if args.isa and (args.http or args.peers):
+        parser.error("--isa compares fastengine's own instruction sets offline: not with --http or --peers")
     if args.http:
         requests = ["--input-tokens", str(args.input_tokens), "--system-words", str(args.system_words)]
         measure_http(args.model, args.threads, args.peers, args.rounds, args.batches, requests)
         return 0
     cases = [Case(1, 0), *(Case(batch, context) for context in args.contexts for batch in args.batches)]
     cases = [case for case in cases if not args.cases or case.name in args.cases]
-    bench = Bench(args.model, args.quantization, args.kv_cache_dtype, args.threads, max(args.batches), max(args.contexts), args.decode_run_ms)
-    print(f"{bench.description}; load average {os.getloadavg()[0]:.1f}; resident memory after loading {rss_bytes() >> 20} MiB")
-    rounds = [measure_round(bench, cases, args.threads) for _ in range(args.rounds)] if cases else []
-    print_table(cases, rounds, bench)
+    benches = [
+        Bench(args.model, args.quantization, args.kv_cache_dtype, args.threads, max(args.batches), max(args.contexts), args.decode_run_ms, isa)
+        for isa in args.isa or [""]
+    ]
+    print(f"{benches[0].description}; load average {os.getloadavg()[0]:.1f}; resident memory after loading {rss_bytes() >> 20} MiB")
+    rounds: list[list[Round]] = [[] for _ in benches]
+    for _ in range(args.rounds if cases else 0):
+        for bench, found in zip(benches, rounds, strict=True):
+            found.append(measure_round(bench, cases, args.threads))
+    for bench, found in zip(benches, rounds, strict=True):
+        print_table(cases, found, bench)
     print(f"peak resident memory {peak_rss_bytes() >> 20} MiB, now {rss_bytes() >> 20} MiB")
-    peers = compare_with_peers(args, bench) if args.peers else {}
+    peers = compare_with_peers(args, benches[0]) if args.peers else {}
     if args.json:
-        own = [{"machine": asdict(one.machine), "tokens_per_s": one.tokens_per_s} for one in rounds]
+        own = [
+            {"isa": bench.isa, "machine": asdict(one.machine), "tokens_per_s": one.tokens_per_s}
+            for bench, found in zip(benches, rounds, strict=True)
+            for one in found
+        ]
         args.json.write_text(json.dumps({"fastengine": own, "peers": peers}, indent=1))
     return 0
 
@@ -110,7 +129,7 @@ class Round:
 
 
 class Bench:
-    """One loaded model; every case starts its sequences anew."""
+    """One loaded model; every case starts its sequences anew. ``isa``: the fused step's instruction set, empty for the best."""
 
     def __init__(
         self,
@@ -121,8 +140,11 @@ class Bench:
         max_batch: int,
         max_context: int,
         decode_run_ms: float = DEFAULT_DECODE_RUN_MS,
+        isa: str = "",
     ):
         """``decode_run_ms``: decodes are made in the runs that the server would plan."""
+        if isa and not force_isa(isa):
+            raise SystemExit(f"this processor cannot run {isa}, or the operators were built without it")
         length = max(max_context, PREFILL_TOKENS, PEER_PROMPT + PEER_OUTPUT) + DECODE_STEPS + WARM_UP_STEPS + BLOCK_SIZE
         self._config = EngineConfig.from_flags(
             model=model,
@@ -139,6 +161,11 @@ class Bench:
         self._run_length = RunLength(decode_run_ms, max_batch)
         self._blocks_per_sequence = -(-length // BLOCK_SIZE)
         self._host.init_cache(self._blocks_per_sequence * max_batch, 0)
+
+    @property
+    def isa(self) -> str:
+        """What the fused step runs, ``none`` without one."""
+        return self._host.compiled_ops().get("fused_step", "none").split()[0]
 
     @property
     def arena(self) -> np.ndarray:
@@ -217,7 +244,15 @@ class Bench:
 
 
 def measure_round(bench: Bench, cases: list[Case], threads: int) -> Round:
+    if bench.isa != "none":
+        force_isa(bench.isa)  # the peak is its own
     return Round(measure_machine(threads, bench.arena), {case.name: bench.tokens_per_s(case) for case in cases})
+
+
+def force_isa(name: str) -> bool:
+    """Use it for what is loaded from now on, also where CPUID hides it; False if this processor or library lacks it."""
+    library = custom_ops._loaded
+    return library is not None and library.force_isa(name) and has_instruction_set(library.handle, name)
 
 
 def print_table(cases: list[Case], rounds: list[Round], bench: Bench) -> None:
@@ -227,7 +262,7 @@ def print_table(cases: list[Case], rounds: list[Round], bench: Bench) -> None:
     """
     for one in rounds:
         machine = one.machine
-        print(f"reads the weights at {machine.bytes_per_s / 1e9:.1f} GB/s, int8 peak {machine.operations_per_s / 1e9:.0f} Gop/s")
+        print(f"{bench.isa}: reads the weights at {machine.bytes_per_s / 1e9:.1f} GB/s, int8 peak {machine.operations_per_s / 1e9:.0f} Gop/s")
     print(f"{'case':18} {'tok/s':>8} {'best':>8} {'MB read':>8} {'Gop':>7} {'roofline':>9} {'reached':>8}  {'limit':10} {'next':>7} {'run':>4}")
     for case in cases:
         work = bench.work(case)

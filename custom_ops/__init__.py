@@ -95,7 +95,7 @@ def compiled_ops() -> dict[str, str]:
     """What each operator runs on Paddle's current device: its name -> ``cuda``, ``avx512``, ``avx2`` or ``reference``."""
     if _gpu_backend is not None and _paddle.get_device().startswith("gpu"):
         return dict.fromkeys(OPERATORS, "reference" if _gpu_backend is _reference else "cuda")
-    return dict.fromkeys(OPERATORS, _loaded.isa if _loaded is not None else "reference")
+    return dict.fromkeys(OPERATORS, _loaded.operators_isa if _loaded is not None else "reference")
 
 
 def set_num_threads(num_threads: int) -> None:

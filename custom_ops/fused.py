@@ -192,8 +192,9 @@ class FusedError(RuntimeError):
 def load_library(path: str | Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.fe_fused_error.restype = ctypes.c_char_p
-    library.fe_fused_uses_avx512.argtypes = [ctypes.c_int64]
-    library.fe_fused_uses_avx512.restype = ctypes.c_int64
+    library.fe_fused_has_isa.argtypes = [ctypes.c_char_p]
+    library.fe_fused_isa.argtypes = [ctypes.c_int64]
+    library.fe_fused_isa.restype = ctypes.c_char_p
     library.fe_fused_destroy.argtypes = [ctypes.c_int64]
     library.fe_fused_destroy.restype = None
     library.fe_fused_num_bytes.argtypes = [ctypes.c_int64]
@@ -203,7 +204,7 @@ def load_library(path: str | Path) -> ctypes.CDLL:
     library.fe_fused_trim.argtypes = [ctypes.c_int64]
     library.fe_fused_trim.restype = None
     pointer, integer, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
-    library.fe_fused_create.argtypes = [pointer, integer, pointer]
+    library.fe_fused_create.argtypes = [pointer, text, pointer]
     library.fe_fused_set_rotary.argtypes = [integer, pointer, integer]
     library.fe_fused_define_vector.argtypes = [integer, integer, text, integer]
     library.fe_fused_define_linear.argtypes = [integer, integer, text, integer, integer, integer, integer, integer]
@@ -216,6 +217,11 @@ def load_library(path: str | Path) -> ctypes.CDLL:
     library.fe_fused_sample.argtypes = [integer, pointer, integer]
     library.fe_fused_decode.argtypes = [integer, pointer, ctypes.c_char_p, integer, integer, integer, pointer, pointer]
     return library
+
+
+def has_instruction_set(library: ctypes.CDLL, name: str) -> bool:
+    """Whether this library has a fused step of that instruction set, and this processor can run it."""
+    return bool(library.fe_fused_has_isa(name.encode()))
 
 
 def _address(array: np.ndarray | None) -> int | None:
@@ -252,7 +258,9 @@ class FusedModel:
 
     The weights lie in one arena of ``num_bytes`` that the caller owns and hands over with :meth:`bind`.
     Linears are those of :func:`layer_linears`, and ``embedding`` and ``lm_head`` (not when tied) at
-    ``MODEL_LEVEL``; vectors those of :func:`layer_vectors`, and ``final_norm``.
+    ``MODEL_LEVEL``; vectors those of :func:`layer_vectors`, and ``final_norm``. ``isa``: ``avx512``, ``avxvnni`` or ``avx2``
+    (:class:`FusedError` if this processor or library lacks it); ``best``: the best that :meth:`Library.use_isa` has left.
+    The packed bytes are the same for all.
     """
 
     def __init__(self, library: ctypes.CDLL, shape: FusedShape, packing: Packing, num_threads: int, *, isa: str = "best"):
@@ -271,7 +279,7 @@ class FusedModel:
             shape.cos_sin.shape[1], shape.cos_sin.shape[0], shape.rope_interleaved, shape.tied, shape.rms_epsilon, scale,
         )  # fmt: skip
         handle = ctypes.c_int64()
-        _check(library, library.fe_fused_create(ctypes.byref(raw), {"best": 0, "avx2": 2}[isa], ctypes.byref(handle)))
+        _check(library, library.fe_fused_create(ctypes.byref(raw), isa.encode(), ctypes.byref(handle)))
         self._handle = handle.value
         cos_sin = np.ascontiguousarray(shape.cos_sin, dtype=np.float32)
         _check(library, library.fe_fused_set_rotary(self._handle, cos_sin.ctypes.data, cos_sin.size))
@@ -306,7 +314,8 @@ class FusedModel:
 
     @property
     def instruction_set(self) -> str:
-        return "avx512" if self._library.fe_fused_uses_avx512(self._handle) else "avx2"
+        """``avx512`` (with VNNI), ``avxvnni`` or ``avx2``."""
+        return str(self._library.fe_fused_isa(self._handle).decode())
 
     @property
     def num_bytes(self) -> int:

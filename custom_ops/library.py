@@ -24,12 +24,21 @@ class Library:
 
     @property
     def isa(self) -> str:
-        """The instruction set in use, ``avx512`` or ``avx2``."""
+        """The instruction set in use, ``avx512``, ``avxvnni`` (AVX2 with the int8 dot product) or ``avx2``."""
         return str(self.handle.fastengine_isa().decode())
 
+    @property
+    def operators_isa(self) -> str:
+        """Which of them the operators outside of the fused step run: they have no version for ``avxvnni``."""
+        return "avx2" if self.isa == "avxvnni" else self.isa
+
     def use_isa(self, name: str) -> bool:
-        """Switches to another instruction set (tests compare them); False if this processor lacks it."""
+        """Switches to another instruction set (tests compare them), for fused models made later as well; False if this processor lacks it."""
         return bool(self.handle.fastengine_use_isa(name.encode()))
+
+    def force_isa(self, name: str) -> bool:
+        """:meth:`use_isa` also of an ``avxvnni`` that the processor has and CPUID does not show, as on some virtual machines; a child process tries it."""
+        return bool(self.handle.fastengine_force_isa(name.encode()))
 
     @property
     def num_threads(self) -> int:

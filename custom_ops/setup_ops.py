@@ -30,22 +30,34 @@ LIBRARY_NAME = "libfastengine_cpu.so"
 # Compiled once for any x86-64 processor.
 PLAIN_SOURCES = [
     *(CPU / "binding.cpp", CPU / "block_copy.cpp", CPU / "control.cpp", CPU / "kernels" / "thread_pool.cpp"),
-    *(CPU / "fused" / f"{name}.cpp" for name in ("api", "model", "pack", "slot_step")),
+    *(CPU / "fused" / f"{name}.cpp" for name in ("api", "model", "pack", "slot_step", "step_isa")),
 ]
 KERNEL_SOURCES = [
     CPU / "kernels" / f"{name}.cpp"
     for name in ("attention", "attention_decode", "attention_prefill", "elementwise", "logits", "rotary", "sample", "sample_rows")
 ]
-# The fused step; its AVX-512 version needs the int8 dot product as well, and is chosen by its own check.
+# The fused step has a set more, AVX2 with the int8 dot product, and its AVX-512 version needs that product as well: fused/step_isa.h.
 FUSED_SOURCES = [
     CPU / "fused" / f"{name}.cpp"
     for name in ("attention_float", "attention_int8", "gemm_float", "gemm_int", "kv_write", "quantize", "roofline", "step", "workspace")
 ]
-FUSED_FLAGS = {"avx2": ["-mf16c"], "avx512": ["-mavx512vnni", "-mf16c"]}
 INSTRUCTION_SETS = {
     "avx2": ["-mavx2", "-mfma"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
 }
+FUSED_INSTRUCTION_SETS = {
+    "avx2": [*INSTRUCTION_SETS["avx2"], "-mf16c"],
+    "avxvnni": [*INSTRUCTION_SETS["avx2"], "-mf16c", "-mavxvnni"],
+    "avx512": [*INSTRUCTION_SETS["avx512"], "-mf16c", "-mavx512vnni"],
+}
+# What the avxvnni set asks of the compiler and its assembler.
+AVXVNNI_PROBE = """
+#include <immintrin.h>
+__m256i add(__m256i sums, __m256i weights, __m256i values) {
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(values));
+  return sums;
+}
+"""
 
 COMMON_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # GCC takes the undefined pass-through operand of its own AVX-512 intrinsics for a mistake of ours.
@@ -101,19 +113,25 @@ def run(command: list[str]) -> str:
     return result.stdout
 
 
-def compile_commands(compiler: str, paddle: Path, objects: Path) -> list[list[str]]:
+def knows_avxvnni(compiler: str) -> bool:
+    """Whether the compiler can build the avxvnni set: GCC 11 or later with binutils of its time."""
+    command = [*compiler.split(), *FUSED_INSTRUCTION_SETS["avxvnni"], "-x", "c++", "-c", "-o", os.devnull, "-"]
+    return subprocess.run(command, input=AVXVNNI_PROBE, capture_output=True, text=True, check=False).returncode == 0
+
+
+def compile_commands(compiler: str, paddle: Path, objects: Path, *, avxvnni: bool = True) -> list[list[str]]:
     """One command per object file, the slowest first."""
-    base = [*compiler.split(), *COMMON_FLAGS]
+    base = [*compiler.split(), *COMMON_FLAGS, f"-DFE_HAS_AVXVNNI={int(avxvnni)}"]
     includes = [f"-isystem{paddle / 'include'}", f"-isystem{paddle / 'include' / 'third_party'}"]
     commands = []
     for source in PLAIN_SOURCES:
         extra = [*BINDING_FLAGS, *includes] if source.name == "binding.cpp" else []
         commands.append([*base, *extra, "-c", str(source), "-o", str(objects / f"{source.stem}.o")])
-    for name, flags in INSTRUCTION_SETS.items():
-        for source in (*KERNEL_SOURCES, *FUSED_SOURCES):
-            own = FUSED_FLAGS[name] if source in FUSED_SOURCES else []
-            output = objects / f"{source.stem}.{name}.o"
-            commands.append([*base, *KERNEL_FLAGS, *flags, *own, f"-DFE_ISA={name}", "-c", str(source), "-o", str(output)])
+    for sources, sets in ((KERNEL_SOURCES, INSTRUCTION_SETS), (FUSED_SOURCES, FUSED_INSTRUCTION_SETS)):
+        for name, flags in sets.items():
+            for source in sources if avxvnni or name != "avxvnni" else ():
+                output = objects / f"{source.stem}.{name}.o"
+                commands.append([*base, *KERNEL_FLAGS, *flags, f"-DFE_ISA={name}", "-c", str(source), "-o", str(output)])
     return commands
 
 
@@ -130,7 +148,7 @@ def refuse_weak_symbols(objects: Path) -> None:
     nm = shutil.which("nm")
     if nm is None:
         return
-    for name in INSTRUCTION_SETS:
+    for name in FUSED_INSTRUCTION_SETS:
         for path in sorted(objects.glob(f"*.{name}.o")):
             defined = run([nm, "--defined-only", str(path)]).splitlines()
             weak = [line for line in defined if line.split()[-2] in ("W", "V", "u")]
@@ -144,10 +162,15 @@ def build(output_folder: Path, jobs: int | None = None) -> Path:
     Raises BuildError, with the compiler's message, when anything fails; an older library then stays.
     """
     compiler, paddle = find_compiler(), paddle_folder()
+    avxvnni = knows_avxvnni(compiler)
+    if not avxvnni:
+        print(
+            f"fastengine: no AVX-VNNI version of the fused step: {compiler} does not know it (GCC 11 does); such processors take AVX2's", flush=True
+        )
     output_folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fastengine-ops-") as temporary:
         objects = Path(temporary)
-        commands = compile_commands(compiler, paddle, objects)
+        commands = compile_commands(compiler, paddle, objects, avxvnni=avxvnni)
         print(f"fastengine: compiling {len(commands)} objects of the CPU operators", flush=True)
         with ThreadPoolExecutor(max_workers=jobs or len(os.sched_getaffinity(0))) as pool:
             list(pool.map(run, commands))

@@ -1,4 +1,4 @@
-// Chooses the instruction set of the kernels when the library is loaded.
+// Chooses the instruction set of the kernels when the library is loaded; fused/step_isa.h does for the fused step.
 #pragma once
 
 #include "kernels/args.h"
@@ -12,12 +12,15 @@
 
 namespace fastengine {
 
-enum class Isa { kNone, kAvx2, kAvx512 };
+// From the least to the best. kAvxVnni is AVX2 with the int8 dot product (VEX): only the fused step has kernels of its own for
+// it. Where the compiler did not know it, no processor has it.
+enum class Isa { kNone, kAvx2, kAvxVnni, kAvx512 };
 
 // The best one that both this library and this processor have.
 Isa best_isa();
 // The one in use: best_isa() unless use_isa() lowered it.
 Isa current_isa();
+bool has_isa(Isa isa);
 // False, and no change, when the processor lacks it.
 bool use_isa(Isa isa);
 

@@ -9,20 +9,28 @@ import numpy as np
 import pytest
 
 from fastengine import custom_ops
+from fastengine.custom_ops.library import Library
 
 
-@pytest.fixture(params=["avx512", "avx2"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture
+def compiled() -> Iterator[Library]:
+    """The compiled operators, which use the same instruction set afterwards as before."""
     library = custom_ops._loaded
     if library is None:
         if os.environ.get("FASTENGINE_SKIP_OPS") == "1":
             pytest.skip("installed without the compiled operators")
         pytest.fail("the compiled operators are not built: python custom_ops/setup_ops.py")
-    best = library.isa
-    if not library.use_isa(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    library.use_isa(best)
+    before = library.isa
+    yield library
+    library.use_isa(before)
+
+
+@pytest.fixture(params=["avx512", "avx2"])
+def isa(request: pytest.FixtureRequest, compiled: Library) -> str:
+    name: str = request.param
+    if not compiled.use_isa(name):
+        pytest.skip(f"this processor has no {name}")
+    return name
 
 
 @pytest.fixture

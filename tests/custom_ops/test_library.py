@@ -87,12 +87,26 @@ def test_a_failed_compile_shows_the_compilers_message_and_keeps_the_old_library(
     assert old.read_text() == "old"
 
 
-def test_weak_symbols_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(setup_ops.FUSED_INSTRUCTION_SETS))
+def test_weak_symbols_are_refused(tmp_path: Path, name: str) -> None:
     source = tmp_path / "weak.cpp"
     source.write_text("template <typename T> T twice(T x) { return x + x; }\ntemplate int twice<int>(int);\n")
-    subprocess.run(["g++", "-c", str(source), "-o", str(tmp_path / "weak.avx2.o")], check=True)
+    subprocess.run(["g++", "-c", str(source), "-o", str(tmp_path / f"weak.{name}.o")], check=True)
     with pytest.raises(setup_ops.BuildError, match="weak symbols"):
         setup_ops.refuse_weak_symbols(tmp_path)
+
+
+@pytest.mark.parametrize(("refused", "avxvnni"), [("-mavxvnni", False), ("-mno-such-thing", True)])
+def test_a_compiler_that_does_not_know_avxvnni_builds_the_rest(tmp_path: Path, refused: str, avxvnni: bool) -> None:
+    compiler = tmp_path / "old-g++"
+    compiler.write_text(f'#!/bin/sh\ncase " $* " in *" {refused} "*) exit 1 ;; esac\nexit 0\n')
+    compiler.chmod(0o700)
+    assert setup_ops.knows_avxvnni(str(compiler)) is avxvnni
+    commands = setup_ops.compile_commands(str(compiler), tmp_path, tmp_path, avxvnni=avxvnni)
+    assert all(f"-DFE_HAS_AVXVNNI={int(avxvnni)}" in command for command in commands)
+    assert any("-mavxvnni" in command for command in commands) is avxvnni
+    outputs = [command[-1] for command in commands]
+    assert len(set(outputs)) == len(outputs)
 
 
 @pytest.mark.parametrize("count", [0, -3])

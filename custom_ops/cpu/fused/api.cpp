@@ -1,6 +1,4 @@
 // The fused decoder's C interface: handles, packing, steps. Errors come back as a message.
-#include <cpuid.h>
-
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -14,22 +12,9 @@
 #include "model.h"
 #include "pack.h"
 #include "slot_step.h"
-
-#define FE_ISA avx512
-#include "../kernels/launchers.h"
-#include "roofline.h"
-#include "step.h"
-#undef FE_ISA
+#include "step_isa.h"
 
 namespace fastengine {
-namespace avx2 {
-int64_t step_bytes(const fused::ModelView& model, const fused::StepArgs& args, int num_threads);
-void run_step(const fused::ModelView& model, const fused::StepArgs& args, void* memory, int num_threads);
-int64_t read_all(const uint8_t* data, int64_t num_bytes);
-int64_t dot_rounds(int64_t rounds);
-void sample_rows(const RowSamplingArgs& args);
-}  // namespace avx2
-
 namespace fused {
 
 namespace {
@@ -39,7 +24,7 @@ struct Handle {
   Buffer memory;
   SlotStep slot_step;
   std::mutex running;
-  bool use_avx512;
+  const StepIsa* isa;
 };
 
 thread_local std::string last_error;
@@ -55,9 +40,13 @@ int guarded(const Body& body) {
   }
 }
 
-bool has_avx512_vnni() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vnni");
+// `name` "best": what is best here.
+const StepIsa* isa_for(const std::string& name) {
+  if (name == "best") return &best_step_isa();
+  const StepIsa* const set = step_isa_named(name.c_str());
+  if (set == nullptr) throw std::invalid_argument("this library has no fused step for " + name);
+  if (!has_step_isa(*set)) throw std::invalid_argument("this processor can't run the fused step of " + name);
+  return set;
 }
 
 // Runs body(thread) on every thread at once, and says how long that took.
@@ -83,11 +72,7 @@ void draw_tokens(const Handle& handle, const StepArgs& step) {
   sampling.adjust.num_rows = sampling.logprobs.num_rows = draw.num_rows;
   sampling.adjust.vocab_size = sampling.logprobs.vocab_size = draw.vocab_size;
   sampling.logprobs.token_ids = step.token_out;
-  if (handle.use_avx512) {
-    avx512::sample_rows(sampling);
-  } else {
-    avx2::sample_rows(sampling);
-  }
+  handle.isa->sample_rows(sampling);
 }
 
 // The caller holds `running`.
@@ -97,16 +82,12 @@ void compute(Handle& handle, const StepArgs& wanted, int threads) {
   if (handle.model.arena == nullptr) throw std::invalid_argument("the model's memory is not bound");
   const ModelView view = handle.model.view();
   if (fastengine::num_threads() != threads) set_num_threads(threads);
-  const int64_t needed = handle.use_avx512 ? avx512::step_bytes(view, step, threads) : avx2::step_bytes(view, step, threads);
+  const int64_t needed = handle.isa->step_bytes(view, step, threads);
   if (needed > handle.memory.size()) {
     handle.memory = Buffer();  // the old one first
     handle.memory = Buffer(needed + needed / 4);
   }
-  if (handle.use_avx512) {
-    avx512::run_step(view, step, handle.memory.data(), threads);
-  } else {
-    avx2::run_step(view, step, handle.memory.data(), threads);
-  }
+  handle.isa->run_step(view, step, handle.memory.data(), threads);
   if (wanted.sampling != nullptr) draw_tokens(handle, wanted);
 }
 
@@ -124,20 +105,26 @@ extern "C" {
 
 const char* fe_fused_error() { return last_error.c_str(); }
 
-// 0 on success, and *id; `isa` 0: the best there is, 2: AVX2.
-int fe_fused_create(const ModelShape* shape, int64_t isa, int64_t* id) {
+// Whether there is a fused step of the set of this name that this processor can run.
+int fe_fused_has_isa(const char* name) {
+  const StepIsa* const set = step_isa_named(name);
+  return set != nullptr && has_step_isa(*set) ? 1 : 0;
+}
+
+// 0 on success, and *id; `isa`: the name of an instruction set, or "best".
+int fe_fused_create(const ModelShape* shape, const char* isa, int64_t* id) {
   return guarded([&] {
     auto handle = std::make_unique<Handle>();
     handle->model.shape = *shape;
     handle->model.layers.resize(static_cast<size_t>(shape->num_layers));
-    handle->use_avx512 = isa == 0 && has_avx512_vnni();
+    handle->isa = isa_for(isa);
     *id = reinterpret_cast<int64_t>(handle.release());
   });
 }
 
 void fe_fused_destroy(int64_t id) { delete &at(id); }
 
-int64_t fe_fused_uses_avx512(int64_t id) { return at(id).use_avx512; }
+const char* fe_fused_isa(int64_t id) { return at(id).isa->name; }
 
 // cos_sin [max_position][rotary_dim] is copied.
 int fe_fused_set_rotary(int64_t id, const float* cos_sin, int64_t size) {
@@ -230,7 +217,7 @@ int fe_fused_decode(int64_t id, const SlotArrays* arrays, const int32_t* slots, 
 
 // Bytes per second at which `num_threads` threads together read `data`.
 double fe_fused_read_speed(const uint8_t* data, int64_t num_bytes, int64_t num_threads) {
-  const auto read = has_avx512_vnni() ? avx512::read_all : avx2::read_all;
+  const auto read = best_step_isa().read_all;
   const int64_t share = num_bytes / num_threads / 64 * 64;
   return share * num_threads / seconds_of(num_threads, [&](int64_t thread) { read(data + thread * share, share); });
 }
@@ -238,7 +225,7 @@ double fe_fused_read_speed(const uint8_t* data, int64_t num_bytes, int64_t num_t
 // int8 multiplications and additions per second of `num_threads` threads.
 double fe_fused_peak_speed(int64_t num_threads) {
   constexpr int64_t kRounds = 1000000;
-  const auto compute = has_avx512_vnni() ? avx512::dot_rounds : avx2::dot_rounds;
+  const auto compute = best_step_isa().dot_rounds;
   int64_t operations = 0;
   const double seconds = seconds_of(num_threads, [&](int64_t thread) {
     const int64_t done = compute(kRounds);

@@ -37,7 +37,7 @@ FE_INLINE void add_dots(IVec& sums, IVec weights, IVec values) {
 #if defined(__AVX512VNNI__)
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(values));
 #elif defined(__AVXVNNI__)
-  asm("{vex} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(values));
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(values));
 #else
   // _mm256_maddubs_epi16 saturates with full-range bytes; widen to 16 bits instead.
   const IVec even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(values, 8), 8));

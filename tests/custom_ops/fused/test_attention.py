@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fastengine.custom_ops.fused import KvType, Layout, Source, SourceKind
 
-from .test_step import isa_argument, relative_error
+from .test_step import relative_error
 from .tiny import Row, TinyCache, TinyModel, step
 
 # Relative to the logits' standard deviation.
@@ -41,9 +41,7 @@ def cache_and_blocks(model: TinyModel, kv_type: KvType, block_size: int, length:
 def test_any_shape_equals_the_formulas(
     isa: str, kv_type: KvType, heads: tuple[int, int], head_dim: int, block_size: int, length: int, interleaved: bool
 ) -> None:
-    model = TinyModel(
-        Layout.FLOAT32, isa_argument(isa), interleaved=interleaved, num_layers=1, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim
-    )
+    model = TinyModel(Layout.FLOAT32, isa, interleaved=interleaved, num_layers=1, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim)
     tokens = np.random.default_rng(length).integers(0, 300, length)
     cache, blocks = cache_and_blocks(model, kv_type, block_size, length, seed=7)
     got = step(model.fused, cache, [Row(tokens, 0, blocks)])
@@ -54,7 +52,7 @@ def test_any_shape_equals_the_formulas(
 @pytest.mark.parametrize("kv_type", list(KvType))
 def test_threads_that_share_a_context_change_nothing(isa: str, kv_type: KvType) -> None:
     """The last tokens of a long sequence, one by one and in small chunks, with few and many threads, alone and beside another."""
-    model = TinyModel(Layout.INT8, isa_argument(isa), num_heads=6, num_kv_heads=2)
+    model = TinyModel(Layout.INT8, isa, num_heads=6, num_kv_heads=2)
     rng = np.random.default_rng(8)
     tokens, short = rng.integers(0, 300, 700), rng.integers(0, 300, 40)
     model.fused.num_threads = 1
@@ -77,7 +75,7 @@ def test_threads_that_share_a_context_change_nothing(isa: str, kv_type: KvType) 
 @pytest.mark.parametrize("num_heads", [3, 4])
 def test_where_a_prompt_is_cut_changes_no_bit(isa: str, kv_type: KvType, num_heads: int) -> None:
     """Also where rows that see nothing of a chunk of 128 positions are computed together with rows that do."""
-    model = TinyModel(Layout.FLOAT32, isa_argument(isa), num_heads=num_heads, num_kv_heads=1)
+    model = TinyModel(Layout.FLOAT32, isa, num_heads=num_heads, num_kv_heads=1)
     tokens = np.random.default_rng(10).integers(0, 300, 270)
     cache, blocks = cache_and_blocks(model, kv_type, 32, tokens.size, seed=10)
     whole = step(model.fused, cache, [Row(tokens, 0, blocks)])
@@ -91,7 +89,7 @@ def test_where_a_prompt_is_cut_changes_no_bit(isa: str, kv_type: KvType, num_hea
 @pytest.mark.parametrize("kv_type", list(KvType))
 def test_values_of_zero_and_of_different_size(isa: str, kv_type: KvType) -> None:
     """Value rows that are zero or a thirtieth of the others' size, as at the first token of real models."""
-    model = TinyModel(Layout.FLOAT32, isa_argument(isa), num_layers=1)
+    model = TinyModel(Layout.FLOAT32, isa, num_layers=1)
     shape = model.shape
     table = model.weights["embedding", -1].copy()
     table[:2] = 0.0

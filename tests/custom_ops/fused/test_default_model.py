@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from fastengine.custom_ops.fused import MODEL_LEVEL, FusedModel, FusedShape, KvType, Layout, Packing, Source, SourceKind, load_library
-from fastengine.custom_ops.library import LIBRARY_PATH
+from fastengine.custom_ops.library import LIBRARY_PATH, Library
 from fastengine.model_files.gguf_header import GGUFTensorInfo, read_gguf
 from tests.conftest import load_golden
 
+from .conftest import INSTRUCTION_SETS, can_run
 from .tiny import Row, TinyCache, new_arena, step
 
 BLOCK_SIZE = 64
@@ -19,12 +20,12 @@ BLOCK_SIZE = 64
 MARGIN = {Layout.FLOAT32: 0.01, Layout.INT8: 0.5, Layout.INT4: 0.5}
 
 
-def load(path: Path, layout: Layout) -> FusedModel:
+def load(path: Path, layout: Layout, isa: str) -> FusedModel:
     tensors, data = read_gguf(path).tensors, np.memmap(path, np.uint8, "r")
     angles = np.arange(1024)[:, None] * 100000.0 ** (-np.arange(0, 64, 2) / 64)
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     shape = FusedShape(30, 576, 9, 3, 64, 1536, 49152, 1e-5, table, rope_interleaved=True, tied=True)
-    model = FusedModel(load_library(LIBRARY_PATH), shape, Packing(layout), 2)
+    model = FusedModel(load_library(LIBRARY_PATH), shape, Packing(layout), 2, isa=isa)
     model.bind(new_arena(model))
 
     def pack(linear: str, names: list[str], layer: int = MODEL_LEVEL) -> None:
@@ -58,8 +59,22 @@ def vector_of(data: np.ndarray, info: GGUFTensorInfo) -> np.ndarray:
     [(Layout.FLOAT32, KvType.FLOAT32), (Layout.INT8, KvType.BFLOAT16), (Layout.INT8, KvType.INT8), (Layout.INT4, KvType.BFLOAT16)],
 )
 def test_greedy_answers_equal_the_reference_where_it_is_sure(default_model: Path, layout: Layout, kv_type: KvType) -> None:
+    check_answers(default_model, layout, kv_type, "best")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("layout", "kv_type"), [(Layout.INT8, KvType.INT8), (Layout.INT4, KvType.BFLOAT16)])
+@pytest.mark.parametrize("name", INSTRUCTION_SETS[1:])
+def test_greedy_answers_of_lesser_instruction_sets(default_model: Path, compiled: Library, name: str, layout: Layout, kv_type: KvType) -> None:
+    if not can_run(compiled, name):
+        pytest.skip(f"this processor cannot run the fused step of {name}")
+    check_answers(default_model, layout, kv_type, name)
+
+
+def check_answers(path: Path, layout: Layout, kv_type: KvType, isa: str) -> None:
     """Every recorded token is fed back, so that each step is judged on its own."""
-    model = load(default_model, layout)
+    model = load(path, layout, isa)
+    assert isa in ("best", model.instruction_set)
     cache = TinyCache(kv_type, model.shape, num_blocks=12, block_size=BLOCK_SIZE)
     unsure = []
     for case in load_golden("smollm2_q4_1.json"):

@@ -31,7 +31,7 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_prefill_equals_the_formulas(isa: str, layout: Layout, kv_type: KvType) -> None:
-    model = TinyModel(layout, isa_argument(isa))
+    model = TinyModel(layout, isa)
     tokens = np.random.default_rng(1).integers(0, 300, 150)
     got = step(model.fused, TinyCache(kv_type, model.shape), [Row(tokens, 0, blocks_for(150, 3))])
     assert relative_error(got, model.logits(tokens)) < TOLERANCE[layout] + KV_TOLERANCE[kv_type]
@@ -40,7 +40,7 @@ def test_prefill_equals_the_formulas(isa: str, layout: Layout, kv_type: KvType) 
 
 @pytest.mark.parametrize("variant", [{"bias": True}, {"qk_norm": True}, {"interleaved": True}, {"tied": False}])
 def test_family_variants_equal_the_formulas(isa: str, variant: dict[str, bool]) -> None:
-    model = TinyModel(Layout.FLOAT32, isa_argument(isa), **variant)
+    model = TinyModel(Layout.FLOAT32, isa, **variant)
     tokens = np.random.default_rng(2).integers(0, 300, 40)
     got = step(model.fused, TinyCache(KvType.FLOAT32, model.shape), [Row(tokens, 0, blocks_for(40, 0))])
     assert relative_error(got, model.logits(tokens)) < TOLERANCE[Layout.FLOAT32]
@@ -51,7 +51,7 @@ def test_family_variants_equal_the_formulas(isa: str, variant: dict[str, bool]) 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_a_row_is_bit_identical_in_any_batch(isa: str, layout: Layout, kv_type: KvType) -> None:
     """One sequence whole, in chunks, and token by token amid changing company; also with one thread."""
-    model = TinyModel(layout, isa_argument(isa))
+    model = TinyModel(layout, isa)
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 300, 90)
     alone = step(model.fused, TinyCache(kv_type, model.shape), [Row(tokens, 0, blocks_for(90, 7))])
@@ -75,7 +75,7 @@ def test_rows_that_do_not_sample_may_stop_early_and_nothing_else_changes(isa: st
     """Chunks and decodes of which all, some or none sample; the last sizes have queries and keys in one panel of QKV."""
     if layout == Layout.INT4 and sizes.get("head_dim") == 16:
         pytest.skip("48 columns are no whole blocks of Q4_1")
-    model = TinyModel(layout, isa_argument(isa), bias=True, qk_norm=True, **sizes)
+    model = TinyModel(layout, isa, bias=True, qk_norm=True, **sizes)
     rng = np.random.default_rng(8)
     whole, partly = TinyCache(kv_type, model.shape), TinyCache(kv_type, model.shape)
     done = np.zeros(4, int)
@@ -115,7 +115,7 @@ def test_rows_that_do_not_sample_may_stop_early_and_nothing_else_changes(isa: st
     ],
 )
 def test_packed_weights_are_the_files_own_or_close(isa: str, layout: Layout, kind: SourceKind, tolerance: float) -> None:
-    model = TinyModel(layout, isa_argument(isa))
+    model = TinyModel(layout, isa)
     k = model.shape.intermediate
     source, want = encoded(kind, np.random.default_rng(4).standard_normal((96, k)).astype(np.float32))
     model.fused.set_rows("down", source, 0)
@@ -126,7 +126,7 @@ def test_packed_weights_are_the_files_own_or_close(isa: str, layout: Layout, kin
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packing_again_leaves_nothing_of_the_old_weights(isa: str, layout: Layout) -> None:
-    model, again = TinyModel(layout, isa_argument(isa)), TinyModel(layout, isa_argument(isa))
+    model, again = TinyModel(layout, isa), TinyModel(layout, isa)
     arena = new_arena(again.fused)
     arena[:] = model.fused_arena
     model.fused.set_rows("gate_up", Source(np.full((160, 96), 3.0, np.float32), SourceKind.FLOAT32, 160), 1, first_row=160)
@@ -140,7 +140,7 @@ def test_packing_again_leaves_nothing_of_the_old_weights(isa: str, layout: Layou
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_of_hidden_states_are_those_of_the_step(isa: str, layout: Layout) -> None:
-    model = TinyModel(layout, isa_argument(isa), tied=False)
+    model = TinyModel(layout, isa, tied=False)
     tokens = np.random.default_rng(5).integers(0, 300, 30)
     hidden = np.empty((30, model.shape.hidden), np.float32)
     rows = [Row(tokens, 0, blocks_for(30, 3))]
@@ -153,7 +153,7 @@ def test_logits_of_hidden_states_are_those_of_the_step(isa: str, layout: Layout)
 
 @pytest.mark.parametrize("layout", [Layout.INT8, Layout.INT4])
 def test_weights_that_are_not_finite_show(isa: str, layout: Layout) -> None:
-    model = TinyModel(layout, isa_argument(isa))
+    model = TinyModel(layout, isa)
     weights = np.ones((96, 160), np.float32)
     weights[5, 7] = np.nan
     model.fused.set_rows("down", Source(weights, SourceKind.FLOAT32, 96), 0)
@@ -194,7 +194,7 @@ def encoded(kind: SourceKind, weights: np.ndarray) -> tuple[Source, np.ndarray]:
 
 
 def test_wrong_arguments_are_refused(isa: str) -> None:
-    model = TinyModel(Layout.INT8, isa_argument(isa))
+    model = TinyModel(Layout.INT8, isa)
     weights = Source(np.zeros((96, 160), np.float32), SourceKind.FLOAT32, 96)
     with pytest.raises(FusedError, match="no layer 9"):
         model.fused.set_rows("down", weights, 9)
@@ -208,7 +208,3 @@ def test_wrong_arguments_are_refused(isa: str) -> None:
     with pytest.raises(FusedError, match="not bound"):
         model.fused.set_rows("down", weights, 0)
     model.fused.close()
-
-
-def isa_argument(isa: str) -> str:
-    return "best" if isa == "avx512" else isa
