@@ -51,7 +51,7 @@ FE_INLINE void add_pairs(IVec& sums, IVec a, IVec b) {
 #if defined(__AVX512VNNI__)
   asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
 #elif defined(__AVXVNNI__)
-  asm("{vex} vpdpwssd %2, %1, %0" : "+x"(sums) : "x"(a), "x"(b));
+  asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sums) : "x"(a), "x"(b));
 #else
   sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
 #endif
