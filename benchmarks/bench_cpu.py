@@ -38,6 +38,7 @@ from fastengine.protocol.tokens import pack_token_ids
 from fastengine.worker.memory import rss_bytes
 from fastengine.worker.model_host import ModelHost
 from fastengine.worker.parallel import TensorParallel
+from fastengine.worker.run_cut import no_cut
 
 BLOCK_SIZE = 64
 PREFILL_TOKENS = 512
@@ -159,6 +160,7 @@ class Bench:
         self._host = ModelHost(self._config, TensorParallel(), threads)
         self._host.load(lambda share: None)
         self._run_length = RunLength(decode_run_ms, max_batch)
+        self._cut = no_cut()
         self._blocks_per_sequence = -(-length // BLOCK_SIZE)
         self._host.init_cache(self._blocks_per_sequence * max_batch, 0)
 
@@ -238,7 +240,7 @@ class Bench:
         decodes = pack_token_ids(slots)
         while num_steps:
             count = min(num_steps, self._run_length.most_steps(len(slots)))
-            for result in self._host.steps(StepPlan(step_id=0, decodes=decodes, num_steps=count)):
+            for result in self._host.steps(StepPlan(step_id=0, decodes=decodes, num_steps=count), self._cut):
                 self._run_length.observe(len(slots), result.num_steps, result.forward_us + result.sample_us)
             num_steps -= count
 

@@ -215,7 +215,7 @@ def load_library(path: str | Path) -> ctypes.CDLL:
     library.fe_fused_hash_rows.argtypes = [pointer, integer, pointer, pointer, integer, pointer]
     library.fe_fused_step.argtypes = [integer, pointer, integer]
     library.fe_fused_sample.argtypes = [integer, pointer, integer]
-    library.fe_fused_decode.argtypes = [integer, pointer, ctypes.c_char_p, integer, integer, integer, pointer, pointer]
+    library.fe_fused_decode.argtypes = [integer, pointer, ctypes.c_char_p, integer, integer, integer, pointer, integer, pointer, pointer]
     return library
 
 
@@ -398,17 +398,18 @@ class FusedModel:
         )  # fmt: skip
         _check(self._library, self._library.fe_fused_step(self._handle, ctypes.byref(args), self.num_threads))
 
-    def decode(self, slots: bytes, num_steps: int, bound: BoundSlots) -> tuple[int, bytes]:
+    def decode(self, slots: bytes, num_steps: int, bound: BoundSlots, first_step: int, last_cut: int) -> tuple[int, bytes]:
         """Up to ``num_steps`` steps of ``slots`` (int32 ``[n]``): how many, k, and their tokens, int32 ``[k, n]``, appended to the slots' rows.
+
+        Steps are numbered from ``first_step``; none up to the number at the address ``last_cut`` (int64, which may change meanwhile) is begun.
 
         With k below ``num_steps`` something about the next step is not plain (a slot with penalties, say, or logits that are no
         numbers), and it has changed nothing but KV memory: :meth:`step` computes the same again for a caller who looks at every row.
         """
         assert num_steps <= bound.max_steps, f"{num_steps} steps of at most {bound.max_steps}"
         row_bytes = len(slots)
-        code = self._library.fe_fused_decode(
-            self._handle, bound.address, slots, row_bytes // 4, num_steps, self.num_threads, bound.token_address, bound.done_address
-        )
+        steps = (row_bytes // 4, num_steps, first_step, last_cut)
+        code = self._library.fe_fused_decode(self._handle, bound.address, slots, *steps, self.num_threads, bound.token_address, bound.done_address)
         _check(self._library, code)
         return bound.done.value, ctypes.string_at(bound.token_address, bound.done.value * row_bytes)
 

@@ -25,8 +25,8 @@ DEFAULT_PACKED_CACHE_DIR = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.
 # A step's length is what running streams, pauses and aborts wait for. A CPU is busy from a few dozen rows on and takes
 # some 0.1 s for this many; a GPU needs more rows to be busy and has them done sooner.
 CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 512, 2048
-# How long a run of decodes may be. A newcomer waits for the runs in flight; shorter ones cost a core's time for each message.
-DEFAULT_DECODE_RUN_MS, MAX_DECODE_RUN_MS = 10.0, 1000.0
+# How long a run of decodes may be: as long as a stream's reader doesn't notice. Each message costs the step a core for most of a millisecond.
+DEFAULT_DECODE_RUN_MS, MAX_DECODE_RUN_MS = 25.0, 1000.0
 OTEL_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 TEXT_TO_BOOL = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 

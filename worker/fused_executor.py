@@ -19,6 +19,7 @@ from fastengine.worker.model_runner import Executed
 from fastengine.worker.pooling import Pooler
 from fastengine.worker.prompt_logprobs import ROWS_AT_ONCE, PromptLogprobs
 from fastengine.worker.row_problems import NOT_FINITE, RowProblem
+from fastengine.worker.run_cut import RunCut
 from fastengine.worker.sampling_table import SamplingTable
 
 KV_TYPES = {"float32": KvType.FLOAT32, "bfloat16": KvType.BFLOAT16, "int8": KvType.INT8}
@@ -56,9 +57,9 @@ class FusedExecutor:
         self._step(arrays, last_tokens, logits=logits, token_out=token_ids, hidden_out=hidden, sampling=prepared.rows)
         return self._sampled(Executed(token_ids, forward_us=_us_since(started)), prepared, hidden, logits)
 
-    def decode(self, slots: bytes, num_steps: int) -> tuple[int, bytes]:
+    def decode(self, slots: bytes, num_steps: int, step_id: int, cut: RunCut) -> tuple[int, bytes]:
         with RecordEvent("fused step"):
-            return self._model.decode(slots, num_steps, self._bound_slots())
+            return self._model.decode(slots, num_steps, self._bound_slots(), step_id, cut.address)
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
         if swap_out.size:

@@ -35,6 +35,7 @@ from fastengine.worker.models.registry import build_model
 from fastengine.worker.packed_cache import PackedCache, model_files_identity
 from fastengine.worker.parallel import TensorParallel
 from fastengine.worker.quantization import fused_library, kv_dtype, plan_compute
+from fastengine.worker.run_cut import RunCut, no_cut
 from fastengine.worker.sampler import Sampler
 from fastengine.worker.sampling_table import SamplingTable
 
@@ -161,15 +162,15 @@ class ModelHost:
         """Whether several steps of decodes in one plan are computed with nothing between them."""
         return isinstance(self.weights, FusedWeights)
 
-    def steps(self, plan: StepPlan) -> Iterator[StepResult]:
+    def steps(self, plan: StepPlan, cut: RunCut) -> Iterator[StepResult]:
         """Compute ``plan``; its results as they come (see ModelRunner.steps)."""
         if self._runner is None:
             raise RuntimeError(f"step {plan.step_id} came before init_cache")
-        return self._runner.steps(plan)
+        return self._runner.steps(plan, cut)
 
     def step(self, plan: StepPlan) -> StepResult:
         """The result of a plan of one step."""
-        (result,) = self.steps(plan)
+        (result,) = self.steps(plan, no_cut())
         return result
 
     def _executor(self, cache: KVCache, batch: PersistentBatch, table: SamplingTable) -> Executor:

@@ -23,6 +23,7 @@ from fastengine.worker.models.llama import LlamaForCausalLM
 from fastengine.worker.pooling import Pooler
 from fastengine.worker.prompt_logprobs import PromptLogprobs
 from fastengine.worker.row_problems import NOT_FINITE, RowProblem
+from fastengine.worker.run_cut import RunCut
 from fastengine.worker.sampler import Sampler
 from fastengine.worker.sampling_table import SamplingTable
 
@@ -47,10 +48,10 @@ class Executor(Protocol):
     def execute(self, rows: StepRows, sampling: np.ndarray) -> Executed:
         """Compute all ``rows`` and a token for ``rows.slots[sampling]``."""
 
-    def decode(self, slots: bytes, num_steps: int) -> tuple[int, bytes]:
+    def decode(self, slots: bytes, num_steps: int, step_id: int, cut: RunCut) -> tuple[int, bytes]:
         """Steps of decodes alone, at most ``num_steps``: how many, k, and the tokens (int32[k, n]) of ``slots``, already in the batch.
 
-        With k below ``num_steps`` the next one needs :meth:`execute`.
+        With k below ``num_steps`` the next one needs :meth:`execute`, or ``cut`` forbids it; ``step_id`` is the first one's.
         """
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
@@ -71,7 +72,7 @@ class NullExecutor:
             time.sleep(self._step_s)  # an accelerator would compute meanwhile
         return Executed(np.full(sampling.size, NULL_TOKEN, dtype=np.int32))
 
-    def decode(self, slots: bytes, num_steps: int) -> tuple[int, bytes]:
+    def decode(self, slots: bytes, num_steps: int, step_id: int, cut: RunCut) -> tuple[int, bytes]:
         return 0, b""
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
@@ -126,7 +127,7 @@ class ModelExecutor:
         bad_rows |= drawn.errors
         return Executed(drawn.token_ids, logprobs, prompt_logprobs, embeddings, bad_rows, (sampled - started) // 1000, _us_since(sampled))
 
-    def decode(self, slots: bytes, num_steps: int) -> tuple[int, bytes]:
+    def decode(self, slots: bytes, num_steps: int, step_id: int, cut: RunCut) -> tuple[int, bytes]:
         return 0, b""
 
     def swap(self, swap_out: np.ndarray, swap_in: np.ndarray) -> None:
@@ -147,28 +148,45 @@ class ModelRunner:
         self._table = table
         self._executor = executor
 
-    def steps(self, plan: StepPlan) -> Iterator[StepResult]:
+    def steps(self, plan: StepPlan, cut: RunCut) -> Iterator[StepResult]:
         """Apply ``plan`` and compute it; its results as they come, each of one step of it or of several.
 
-        A sequence that can't go on becomes a RowError; the others run.
+        A sequence that can't go on becomes a RowError; the others run. A run ends where ``cut`` forbids its next step.
         """
         errors = self._apply(plan)
-        is_plain = not errors and not plan.chunk_slots
-        done = 0
-        while done < plan.num_steps:
-            if is_plain:
-                started = time.perf_counter_ns()
-                count, token_ids = self._executor.decode(plan.decodes, plan.num_steps - done)
-                if count:
-                    forward_us = _us_since(started)
-                    yield StepResult(step_id=plan.step_id + done, slots=plan.decodes, token_ids=token_ids, forward_us=forward_us, num_steps=count)
-                    done += count
-                    if done == plan.num_steps:
+        end = plan.step_id + plan.num_steps
+        is_run = plan.num_steps > 1
+        step_id = plan.step_id
+        while step_id < end:
+            if is_run and cut.forbids(step_id):
+                yield StepResult(step_id=step_id, num_steps=0, num_cut=end - step_id)
+                return
+            if not errors and not plan.chunk_slots:
+                result = self._plain_steps(step_id, end, plan.decodes, cut)
+                if result is not None:
+                    yield result
+                    step_id += result.num_steps + result.num_cut
+                    if step_id == end:
                         return
-            yield self._step(plan.step_id + done, plan, errors)
+            yield self._step(step_id, plan, errors)
             errors = []
-            is_plain = not plan.chunk_slots
-            done += 1
+            step_id += 1
+
+    def _plain_steps(self, step_id: int, end: int, decodes: bytes, cut: RunCut) -> StepResult | None:
+        """Steps of a plan of decodes alone, from ``step_id`` on; None when that needs a look at every row."""
+        started = time.perf_counter_ns()
+        count, token_ids = self._executor.decode(decodes, end - step_id, step_id, cut)
+        if not count:
+            return None
+        rest = end - step_id - count
+        return StepResult(
+            step_id=step_id,
+            slots=decodes,
+            token_ids=token_ids,
+            forward_us=_us_since(started),
+            num_steps=count,
+            num_cut=rest if rest and cut.forbids(step_id + count) else 0,
+        )
 
     def _step(self, step_id: int, plan: StepPlan, errors: list[RowError]) -> StepResult:
         """One step of ``plan`` with a look at every row. ``errors``: what is wrong already."""

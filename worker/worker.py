@@ -18,6 +18,7 @@ from fastengine.worker.commands import CommandHandlers
 from fastengine.worker.failure import FAILURE_EXIT_CODE, Phase, report_failure
 from fastengine.worker.model_host import ModelHost, select_device
 from fastengine.worker.parallel import TensorParallel
+from fastengine.worker.run_cut import RunCut, no_cut
 
 
 class Worker:
@@ -31,6 +32,8 @@ class Worker:
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._encoder = msgspec.msgpack.Encoder()
         self._steps_done = 0
+        # Ranks would see it at different steps.
+        self._cut = RunCut(link.signals.cell("last_cut_step_id", self._rank)) if host.tp.size == 1 else no_cut()
         self.phase: Phase = "start"
         self.step_id = -1
 
@@ -73,12 +76,12 @@ class Worker:
         signals, rank = self._link.signals, self._rank
         signals.set("step_started_ns", rank, time.monotonic_ns())
         self._commands.require_awake()
-        for result in self._host.steps(plan):
+        for result in self._host.steps(plan, self._cut):
             self._steps_done += result.num_steps
             self.step_id = result.step_id + result.num_steps - 1
             signals.set("steps_done", rank, self._steps_done)
             signals.set("last_step_id", rank, self.step_id)
-            more = self.step_id < plan.step_id + plan.num_steps - 1
+            more = self.step_id + result.num_cut < plan.step_id + plan.num_steps - 1
             signals.set("step_started_ns", rank, time.monotonic_ns() if more else 0)
             if rank == 0:
                 self._send(result)

@@ -7,7 +7,7 @@ One turn of the owner's loop::
 
     process_result / process_reply / control / add_request / abort_handles ...   whatever has come
     expire()
-    take_commands(), then schedule() until it returns None                       publish in this order
+    take_cut(), take_commands(), then schedule() until it returns None           publish in this order
     take_outputs(), take_responses()                                             send
 """
 
@@ -231,6 +231,8 @@ class EngineCore:
         mode = self._run_state.mode
         if mode is Mode.HALTED or in_flight >= self._max_in_flight or not self._workers_up or self._control.holds_steps:
             return None
+        if self._pipeline.is_being_cut:
+            return None
         if self._recovery.num_suspects:
             suspect = self._recovery.next_suspect()
             if suspect is not None:
@@ -238,6 +240,12 @@ class EngineCore:
         admit = Admit.ALL if mode is Mode.RUNNING else Admit.PREEMPTED
         may_run_on = mode is Mode.RUNNING and not self._control.is_busy
         return self._published(self._resources.plan_step(nothing_in_flight=not in_flight, admit=admit, may_run_on=may_run_on))
+
+    def take_cut(self) -> int | None:
+        """The step up to which runs are to be cut, if that is new: somebody waits for their end, or nobody for their tokens any more."""
+        if self._resources.has_waiting or self._control.is_busy or self._pipeline.is_for_nobody:
+            return self._pipeline.cut_runs()
+        return None
 
     def _published(self, planned: Any) -> StepPlan | None:
         if planned is None:

@@ -31,6 +31,8 @@ class InFlightStep:
     num_tokens: int  # of one step
     published_at: float
     num_steps: int = 1
+    is_run: bool = False
+    is_cut: bool = False  # the workers are asked not to begin any more of its steps
     # Slots whose sequence has ended or left since: their rows mean nothing any more.
     dead: set[int] = field(default_factory=set)
 
@@ -65,6 +67,38 @@ class Pipeline:
         if not step.num_steps:
             self._steps.popleft()
         return step
+
+    def take_cut(self, step_id: int, num_cut: int) -> None:
+        """The oldest plan, a run whose next step is ``step_id``, ends here, without its last ``num_cut`` steps. Raises UnexpectedResult."""
+        step = self.oldest
+        if step is None or not step.is_cut or (step.step_id, step.num_steps) != (step_id, num_cut):
+            raise UnexpectedResult(f"a run was cut by {num_cut} steps from {step_id} on, which nobody had asked for")
+        self._steps.popleft()
+
+    def cut_runs(self) -> int | None:
+        """Have the runs end that nothing but runs has been planned after; the id of their last step.
+
+        None when there are none, or all of them are cut already. A plan after a run counts on its steps.
+        """
+        if not self._steps or not self._steps[-1].is_run or self._steps[-1].is_cut:
+            return None
+        for step in reversed(self._steps):
+            if not step.is_run:
+                break
+            step.is_cut = True
+        return self._steps[-1].step_id + self._steps[-1].num_steps - 1
+
+    @property
+    def is_being_cut(self) -> bool:
+        """How far the runs in flight will get is not known: nothing can be planned after them."""
+        return any(step.is_cut for step in self._steps)
+
+    @property
+    def is_for_nobody(self) -> bool:
+        """Whether the newest plan is a run, and all of its sequences have ended or left."""
+        if not self._steps or not self._steps[-1].is_run or not self._steps[-1].dead:
+            return False
+        return self._steps[-1].dead.issuperset(self._steps[-1].batch.slots.tolist())
 
     def mark_dead(self, slot: int) -> None:
         """Whatever the steps in flight yield for ``slot`` is no longer wanted."""

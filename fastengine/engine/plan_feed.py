@@ -70,6 +70,11 @@ class PlanFeed:
             self.has_lost_rank = True
         return True
 
+    def cut_runs(self, last_step_id: int) -> None:
+        """No step of a run up to that one is begun any more, once the workers see it."""
+        for rank in range(self.link.num_ranks):
+            self.link.signals.set("last_cut_step_id", rank, last_step_id)
+
     def answered(self, num_steps: int = 1) -> None:
         """A result of so many steps has come."""
         self._num_in_flight -= num_steps

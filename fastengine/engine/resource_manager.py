@@ -167,7 +167,7 @@ class ResourceManager:
             return None
         step_id = self._next_step_id
         self._next_step_id += draft.num_steps
-        step = InFlightStep(step_id, batch, draft.last_slots, [], batch.packed, [], batch.size, self._clock(), draft.num_steps)
+        step = InFlightStep(step_id, batch, draft.last_slots, [], batch.packed, [], batch.size, self._clock(), draft.num_steps, draft.num_steps > 1)
         columns = (b"", b"", b"")
         if chunks:
             # The slots as they are now: a request may have a different one by the time of the result.
@@ -259,12 +259,13 @@ class ResourceManager:
     def _register_all(self, request: RequestState) -> None:
         """Let what ``request``, which is about to leave, has in its blocks be found: whoever finds it runs in a later plan.
 
-        What it decoded is identified here and not as it comes: that keeps the keys' cost out of every step.
+        What it decoded is identified here and not as it comes: that keeps the keys' cost out of every step. Its last known
+        token may be computed by a run in flight, but that may be cut.
         """
         slot, blocks = request.slot, request.blocks
         if blocks.root is None:
             return
-        computed = min(self._slots.num_computed(slot), self._slots.num_known(slot))
+        computed = min(self._slots.num_computed(slot), self._slots.num_known(slot) - 1)
         tokens = self._slots.tokens[slot, :computed]
         if computed > blocks.num_identified:
             self.kv.identify(blocks, blocks.root, tokens.data.cast("B"))
@@ -315,6 +316,10 @@ class ResourceManager:
     def retry_after_s(self) -> float:
         """When a request that is refused now should come back, judged by how fast the queue moves."""
         return self._starter.meter.retry_after_s(len(self._waiting))
+
+    @property
+    def has_waiting(self) -> bool:
+        return len(self._waiting) > 0
 
     @property
     def num_restoring(self) -> int:

@@ -64,9 +64,13 @@ class ResultProcessor:
         sampled: list[RequestState] = []
         if result.num_steps == 1:
             step, num_decodes, sampled = self._apply(result, now)
-        else:
+            self._measure(step, result, num_decodes, len(sampled), now)
+        elif result.num_steps or not result.num_cut:
             step, num_decodes = self._apply_run(result, now)
-        self._measure(step, result, num_decodes, len(sampled), now)
+            self._measure(step, result, num_decodes, 0, now)
+        if result.num_cut:
+            self._pipeline.take_cut(result.step_id + result.num_steps, result.num_cut)
+            self._slots.retreat(result.num_cut)
         return sampled
 
     def _apply_run(self, result: StepResult, now: float) -> tuple[InFlightStep, int]:

@@ -259,7 +259,7 @@ class EngineService:
     def _process_result(self, result: StepResult) -> None:
         if self._core is None or self._feed is None:
             raise UnexpectedResult(f"result of step {result.step_id} before the first step")
-        self._feed.answered(result.num_steps)
+        self._feed.answered(result.num_steps + result.num_cut)
         self._core.process_result(result)
 
     def _rank_is_ready(self, ready: WorkerReady) -> None:
@@ -372,6 +372,9 @@ class EngineService:
         self._feed.flush()
         if not self._serving or self._feed.has_backlog:
             return
+        last_cut_step_id = self._core.take_cut()
+        if last_cut_step_id is not None:
+            self._feed.cut_runs(last_cut_step_id)
         for command in self._core.take_commands():
             self._feed.send(command)
         while not self._feed.has_backlog:

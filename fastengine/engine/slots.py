@@ -214,6 +214,10 @@ class SlotTable:
             count += 1
         return count
 
+    def retreat(self, count: int) -> None:
+        """The last ``count`` positions that every decoding slot advanced freely have not been computed. None may have begun to decode since."""
+        self._tick -= count
+
     def _limit_at(self, slot: int) -> int:
         """The tick at which a decoding slot reaches its limit."""
         return min(self.capacity[slot], self.last_position[slot]) - self._computed[slot]

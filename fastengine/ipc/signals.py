@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-# What each rank shows. Times are CLOCK_MONOTONIC in nanoseconds, which all processes of a machine share.
+# What each rank shows, and the engine shows each rank. Times are CLOCK_MONOTONIC in nanoseconds, which all processes of a machine share.
 WORKER_SIGNALS = (
     "pid",  # the rank's process id, 0 before it started
     "ready",  # 1 once the weights are loaded
@@ -22,6 +22,7 @@ WORKER_SIGNALS = (
     "last_step_id",
     "last_command_id",  # the command taken up last
     "command_moved_ns",  # when the command under way was taken up, or last got on
+    "last_cut_step_id",  # the engine's: runs end before their next step, as far as it is not above this one
 )
 
 
@@ -50,6 +51,12 @@ class SignalBoard:
     def get(self, name: str, rank: int) -> int:
         assert self._values is not None
         return int(self._values[self._rows[name], rank])
+
+    def cell(self, name: str, rank: int) -> np.ndarray:
+        """The signal itself, int64[1], for whoever looks at it without coming by here. The board must outlive its use."""
+        assert self._values is not None
+        row = self._rows[name]
+        return self._values[row, rank : rank + 1]
 
     def all(self, name: str) -> list[int]:
         """The signal's value on every rank."""

@@ -16,7 +16,8 @@ publish plan k+1 before it has seen the result of plan k.
 
 A plan of decodes alone may be a *run*: ``num_steps`` N means the same as N plans, ``step_id`` to ``step_id +
 N - 1``, with the same ``decodes``, the differences applied before the first. Its results come in order, each for
-one step or for several: one message for the whole run as long as nothing in it is unusual.
+one step or for several: one message for the whole run as long as nothing in it is unusual. While it is under way
+the engine may have it cut short (the signal ``last_cut_step_id``): what was not begun is never computed.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class SlotEmbedding(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, tag="result", array_like=True, kw_only=True):
     """Rank 0's answer to a plan, or to the next ``num_steps`` N steps of a run. Rows are the slots that sampled: decodes, then finished chunks.
 
-    With N > 1 there are token ids and times and nothing else, for every slot of the run.
+    With N > 1 there are token ids and times and nothing else, for every slot of the run. N is 0 where a run was cut
+    before the next step.
     """
 
     step_id: int
@@ -107,6 +109,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", array_like=True, kw_
     sample_us: int = 0
     embeddings: list[SlotEmbedding] = []
     num_steps: int = 1  # N
+    num_cut: int = 0  # steps of the run after these, which are not computed: the last result of a run that was cut
 
 
 class WorkerCommand(msgspec.Struct, frozen=True, tag="command", array_like=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +108,7 @@ class Driver:
         self.num_blocks = num_blocks
         self.worker = self.new_worker()
         self.published: deque[StepPlan] = deque()
-        self.results: deque[StepResult] = deque()  # of the oldest published plan, not handed to the engine yet
+        self.results: Iterator[StepResult] | None = None  # of the oldest published plan, once it is begun
         self.received: dict[tuple[int, int], Received] = {}
         self.responses: dict[str, ControlResponse] = {}
         self.next_handle = 0
@@ -197,6 +198,9 @@ class Driver:
 
     def publish(self) -> bool:
         """Carry out what the engine wants sent, commands first; whether there was anything."""
+        cut = self.core.take_cut()
+        if cut is not None:
+            self.worker.last_cut_step_id = cut
         commands = self.core.take_commands()
         for command in commands:
             if command.name in ("store_blocks", "load_blocks"):
@@ -236,14 +240,18 @@ class Driver:
         """Hand over the next result of the oldest published plan; False when there is none. A dying worker is restarted."""
         if not self.published:
             return False
-        if not self.results:
-            try:
-                self.results.extend(self.worker.run(self.published[0]))
-            except WorkerDied:
-                self.crash()
-                return True
-        self.core.process_result(self.results.popleft())
-        if not self.results:
+        plan = self.published[0]
+        if self.results is None:
+            self.results = self.worker.run(plan)
+        try:
+            result = next(self.results)
+        except WorkerDied:
+            self.crash()
+            return True
+        self.core.process_result(result)
+        if result.step_id + result.num_steps + result.num_cut == plan.step_id + plan.num_steps:
+            assert next(self.results, None) is None, "a result too many"
+            self.results = None
             self.published.popleft()
         return True
 
@@ -251,7 +259,7 @@ class Driver:
         """The worker dies with whatever it has not answered, and another takes its place."""
         poison, failing, run_pieces = self.worker.poison, self.worker.failing, self.worker.run_pieces
         self.published.clear()
-        self.results.clear()
+        self.results = None
         self.transfers.clear()
         self.core.workers_lost("killed")
         self.deliver()

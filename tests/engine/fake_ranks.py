@@ -76,7 +76,9 @@ class FakeRank:
 
     def step(self, plan: StepPlan) -> None:
         assert self.worker is not None
-        results = self.worker.run(plan)
+        if self.args.num_ranks == 1:
+            self.worker.last_cut_step_id = self.link.signals.get("last_cut_step_id", self.rank)
+        results = list(self.worker.run(plan))
         time.sleep(STEP_S * plan.num_steps)
         for request_id in self.worker.last_batch:
             if "once" not in request_id or self.args.generation == 0:

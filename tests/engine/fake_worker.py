@@ -8,9 +8,10 @@ weights reads back as a different hash, and the worker raises.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
 
+import msgspec
 import numpy as np
 
 from fastengine.protocol.outputs import INVALID_GRAMMAR, TopLogprobs
@@ -88,6 +89,7 @@ class FakeWorker:
     disk: dict[bytes, np.ndarray] = field(default_factory=dict)  # outlives workers
     disk_is_broken: bool = False
     run_pieces: list[int] = field(default_factory=lambda: [MAX_RUN_STEPS])  # steps of a run that are answered at once
+    last_cut_step_id: int = -1
 
     def __post_init__(self) -> None:
         self.kv = np.full((self.num_blocks, self.block_size), -1, dtype=np.int64)
@@ -96,25 +98,36 @@ class FakeWorker:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def run(self, plan: StepPlan) -> list[StepResult]:
+    def run(self, plan: StepPlan) -> Iterator[StepResult]:
         """The plan's results: of a run one for each of ``run_pieces`` steps, in turn, unless a row is unusual."""
+        assert not self.asleep, "a step while asleep"
+        assert plan.step_id > self.last_step, "steps out of order"
         assert 1 <= plan.num_steps <= MAX_RUN_STEPS
         assert plan.num_steps == 1 or not (plan.started or plan.chunk_slots), "a run of more than decodes"
-        results = [self.step(plan)]
-        results += [self.step(StepPlan(step_id=plan.step_id + i, decodes=plan.decodes)) for i in range(1, plan.num_steps)]
-        pieces = []
-        while results:
-            usual = list(takewhile(lambda one: one.slots == plan.decodes and not (one.errors or one.logprobs), results))
-            size = max(1, min(self.run_pieces[0], len(usual)))
-            self.run_pieces = [*self.run_pieces[1:], self.run_pieces[0]]
-            pieces.append(joined(results[:size]))
-            del results[:size]
-        return pieces
+        self.last_step = plan.step_id + plan.num_steps - 1
+        self.apply(plan)
+        usual: list[StepResult] = []
+        step_id = plan.step_id
+        while step_id <= self.last_step and not (plan.num_steps > 1 and self.last_cut_step_id >= step_id):
+            one = self.step(step_id, plan)
+            step_id += 1
+            if one.slots != plan.decodes or one.errors or one.logprobs:
+                yield from joined(usual)
+                usual = []
+                yield one
+                continue
+            usual.append(one)
+            if len(usual) == self.run_pieces[0]:
+                self.run_pieces = [*self.run_pieces[1:], self.run_pieces[0]]
+                yield from joined(usual)
+                usual = []
+        if step_id <= self.last_step:
+            last = next(joined(usual), StepResult(step_id=step_id, num_steps=0))
+            usual = []
+            yield msgspec.structs.replace(last, num_cut=self.last_step + 1 - step_id)
+        yield from joined(usual)
 
-    def step(self, plan: StepPlan) -> StepResult:
-        assert not self.asleep, "a step while asleep"
-        assert plan.step_id == self.last_step + 1 or self.last_step < 0, "steps out of order"
-        self.last_step = plan.step_id
+    def apply(self, plan: StepPlan) -> None:
         self.swap(plan)
         for slot in ints(plan.released):
             self.slots.pop(slot)
@@ -127,6 +140,8 @@ class FakeWorker:
             self.verify(row, started.num_computed)
         for slot, block in zip(ints(plan.grown_slots), ints(plan.grown_blocks), strict=True):
             self.slots[slot].blocks.append(block)
+
+    def step(self, step_id: int, plan: StepPlan) -> StepResult:
         rows = [(slot, len(self.slots[slot].tokens) - 1, 1) for slot in ints(plan.decodes) if not self.slots[slot].failed]
         rows += list(zip(ints(plan.chunk_slots), ints(plan.chunk_starts), ints(plan.chunk_lengths), strict=True))
         assert len({slot for slot, _, _ in rows}) == len(rows), "a slot twice in one step"
@@ -137,7 +152,7 @@ class FakeWorker:
         self.last_batch = [self.slots[slot].request_id for slot, _, _ in rows]
         if self.poison & set(self.last_batch):
             raise WorkerDied(self.last_batch)
-        return self.forward(plan.step_id, rows)
+        return self.forward(step_id, rows)
 
     def swap(self, plan: StepPlan) -> None:
         out, back = np.reshape(ints(plan.swap_out), (-1, 2)).astype(int), np.reshape(ints(plan.swap_in), (-1, 2)).astype(int)
@@ -264,15 +279,13 @@ class FakeWorker:
             return WorkerReply(command_id=command.command_id, rank=rank, error=failure.message, error_code=failure.code)
 
 
-def joined(results: list[StepResult]) -> StepResult:
-    """The results of steps that sampled the same slots, as one."""
-    first = results[0]
-    if len(results) == 1:
-        return first
-    token_ids = b"".join(one.token_ids for one in results)
-    return StepResult(
-        step_id=first.step_id, slots=first.slots, token_ids=token_ids, forward_us=sum(one.forward_us for one in results), num_steps=len(results)
-    )
+def joined(results: list[StepResult]) -> Iterator[StepResult]:
+    """The results of steps that sampled the same slots as one, if there are any."""
+    if results:
+        token_ids = b"".join(one.token_ids for one in results)
+        forward_us = sum(one.forward_us for one in results)
+        first = results[0]
+        yield msgspec.structs.replace(first, token_ids=token_ids, forward_us=forward_us, num_steps=len(results)) if len(results) > 1 else first
 
 
 class WorkerDied(Exception):

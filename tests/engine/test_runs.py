@@ -13,7 +13,7 @@ from fastengine.engine.run_length import RunLength
 from fastengine.protocol.control import Pause, Resume, UpdateWeights
 from fastengine.protocol.outputs import OutputBatch
 from fastengine.protocol.requests import GrammarSpec, SamplingParams
-from fastengine.protocol.steps import MAX_RUN_STEPS, StepPlan
+from fastengine.protocol.steps import MAX_RUN_STEPS, StepPlan, StepResult
 from fastengine.protocol.tokens import unpack_columns
 from tests.engine.driver import MAX_MODEL_LEN, Driver, Received
 from tests.engine.fake_worker import EOS, reference_output
@@ -191,25 +191,103 @@ def test_a_row_that_fails_within_a_run_fails_alone() -> None:
     driver.assert_idle()
 
 
-@pytest.mark.parametrize("pieces", PIECES, ids=str)
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_pause_waits_for_the_plans_in_flight(overlap: bool, mode: Any, pieces: list[int]) -> None:
+@pytest.mark.parametrize("begun", [0, 1, 3])
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_a_pause_ends_the_runs_in_flight(overlap: bool, mode: Any, begun: int) -> None:
     driver, received = running(overlap=overlap)
-    driver.worker.run_pieces = pieces
-    plan = next_plan(driver)
-    assert plan.num_steps == RUN_STEPS
+    driver.worker.run_pieces = [1]
+    assert next_plan(driver).num_steps == RUN_STEPS
+    for _ in range(begun):
+        driver.answer()
     driver.deliver()
     before = [len(one.tokens) for one in received]
-    steps = sum(plan.num_steps for plan in driver.published)
-    driver.call(Pause(mode=mode))
-    assert [len(one.tokens) for one in received] == [known + steps for known in before]
-    driver.call(UpdateWeights(model_path=None, keep_kv=False) if mode == "in_place" else Resume())
+    assert driver.call(Pause(mode=mode)).result == {"is_paused": True}
+    assert [len(one.tokens) for one in received] == before
+    if mode == "in_place":
+        driver.call(UpdateWeights(model_path=None))
     driver.call(Resume())
     driver.run()
     if mode == "retract":
         for one in received:
             assert_right(one)
     driver.assert_idle()
+
+
+@pytest.mark.parametrize("begun", [0, 1, 3])
+def test_a_newcomer_ends_the_runs_in_flight(overlap: bool, begun: int) -> None:
+    driver, received = running(overlap=overlap)
+    driver.worker.run_pieces = [1]
+    assert next_plan(driver).num_steps == RUN_STEPS
+    for _ in range(begun):
+        driver.answer()
+    steps = len(driver.worker.step_tokens)
+    newcomer = driver.add(prompt(8, 5), max_tokens=20, ignore_eos=True)
+    while not newcomer.tokens:
+        driver.turn()
+    assert len(driver.worker.step_tokens) <= steps + 2 + overlap, "it waited for the runs"
+    driver.run()
+    for one in (*received, newcomer):
+        assert_right(one)
+    driver.assert_idle()
+
+
+def test_a_step_that_counts_on_the_run_before_it_saves_both() -> None:
+    """The second plan is the last step of a sequence: it must not come early."""
+    driver = Driver(run_steps=RUN_STEPS, num_blocks=40, block_size=64)
+    received = [driver.add(without_eos(i), max_tokens=3 + RUN_STEPS + i, ignore_eos=True) for i in (1, 2)]
+    while [plan.num_steps for plan in driver.published] != [RUN_STEPS, 1]:
+        driver.answer() if driver.published else driver.publish()
+        driver.publish()
+    newcomer = driver.add(prompt(8, 5), max_tokens=3)
+    assert driver.core.take_cut() is None
+    driver.run()
+    for one in (*received, newcomer):
+        assert_right(one)
+
+
+def test_a_run_that_nobody_wants_any_more_is_cut() -> None:
+    driver, received = running()
+    assert next_plan(driver).num_steps == RUN_STEPS
+    steps = len(driver.worker.step_tokens)
+    driver.abort(received[0])
+    assert driver.core.take_cut() is None
+    driver.abort(received[1])
+    driver.run()
+    assert len(driver.worker.step_tokens) == steps
+    driver.assert_idle()
+
+
+def test_what_a_cut_run_did_not_compute_is_not_found_by_others() -> None:
+    """A sequence is aborted when it knows a token that fills a block, and the run that was to compute it is cut."""
+    driver = Driver(run_steps=RUN_STEPS, num_blocks=40)
+    one = driver.add(without_eos(1), max_tokens=60, ignore_eos=True)
+    while (len(one.request.prompt_token_ids) // 4 + len(one.tokens)) % 8 or not driver.published or driver.results:
+        driver.publish()
+        driver.answer()
+        driver.deliver()
+        driver.publish()
+    history = without_eos(1) + one.tokens
+    driver.abort(one)
+    driver.run()
+    again = driver.add([*history, 5], max_tokens=10)
+    driver.run()
+    assert again.num_cached == len(history) - 8
+    assert_right(again)
+
+
+def test_a_cut_that_nobody_asked_for_is_refused() -> None:
+    driver, received = running(overlap=False)
+    plan = next_plan(driver)
+    cut = StepResult(step_id=plan.step_id, num_steps=0, num_cut=RUN_STEPS)
+    with pytest.raises(UnexpectedResult, match="nobody had asked"):
+        driver.core.process_result(cut)
+    driver.abort(received[0])
+    driver.add(prompt(8, 5), max_tokens=3)
+    assert driver.core.take_cut() == plan.step_id + RUN_STEPS - 1
+    assert driver.core.take_cut() is None, "once is enough"
+    with pytest.raises(UnexpectedResult):
+        driver.core.process_result(msgspec.structs.replace(cut, num_cut=RUN_STEPS - 1))
+    driver.core.process_result(cut)
 
 
 @pytest.mark.parametrize("pieces", PIECES, ids=str)

@@ -14,6 +14,7 @@ from fastengine.protocol.tokens import pack_token_ids, unpack_token_ids
 from fastengine.sampling_rules import is_plain
 from fastengine.worker.fused_executor import FusedExecutor
 from fastengine.worker.model_host import ModelHost
+from fastengine.worker.run_cut import RunCut, no_cut
 
 from .conftest import driver_of, loaded_host
 from .driver import GREEDY, Request
@@ -33,8 +34,8 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     original = FusedExecutor.decode
 
-    def decode(self: FusedExecutor, slots: bytes, num_steps: int) -> tuple[int, bytes]:
-        count, token_ids = original(self, slots, num_steps)
+    def decode(self: FusedExecutor, slots: bytes, num_steps: int, step_id: int, cut: RunCut) -> tuple[int, bytes]:
+        count, token_ids = original(self, slots, num_steps, step_id, cut)
         found.extend([True] * count + [False] * (count < num_steps))
         return count, token_ids
 
@@ -51,7 +52,7 @@ def test_the_tokens_are_those_of_the_long_way(host: ModelHost, decoded: list[boo
     found = outputs(host, prompts())
     assert decoded
     assert all(decoded)
-    monkeypatch.setattr(FusedExecutor, "decode", lambda self, slots, num_steps: (0, b""))
+    monkeypatch.setattr(FusedExecutor, "decode", lambda self, *steps: (0, b""))
     assert outputs(host, prompts()) == found
 
 
@@ -130,7 +131,7 @@ def run_of(host: ModelHost, num_steps: int, num_runs: int, sampling: SamplingPar
     host.step(start(0, [1, 2, 3], [3, 8], sampling))
     host.step(start(1, [4, 5], [4, 1], sampling))
     plans = [StepPlan(step_id=1 + i * num_steps, decodes=pack_token_ids([0, 1]), num_steps=num_steps) for i in range(num_runs)]
-    return [result for plan in plans for result in host.steps(plan)]
+    return [result for plan in plans for result in host.steps(plan, no_cut())]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -156,7 +157,7 @@ def test_a_row_that_fails_within_a_run_leaves_the_others_as_they_were(host: Mode
     host.step(start(0, list(range(1, 14)), [3]))  # three more positions fit
     host.step(start(1, [4, 5], [4, 1]))
     decoded.clear()
-    results = list(host.steps(StepPlan(step_id=1, decodes=pack_token_ids([0, 1]), num_steps=6)))
+    results = list(host.steps(StepPlan(step_id=1, decodes=pack_token_ids([0, 1]), num_steps=6), no_cut()))
     assert [(one.step_id, one.num_steps) for one in results] == [(1, 3), (4, 1), (5, 1), (6, 1)]
     assert [[error.slot for error in one.errors] for one in results] == [[], [0], [], []]
     assert all(one.slots == pack_token_ids([1]) for one in results[1:])
@@ -180,3 +181,39 @@ def test_the_engine_counts_as_plain_what_the_operator_does(host: ModelHost, deco
     host.step(start(0, [1, 2, 3], [3], params))
     host.step(StepPlan(step_id=1, decodes=pack_token_ids([0])))
     assert decoded == [is_plain(params)]
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["in the operator", "step by step"])
+def test_a_run_is_cut_before_a_step_that_is_forbidden(host: ModelHost, decoded: list[bool], plain: bool) -> None:
+    sampling = GREEDY if plain else SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    singles = run_of(host, 1, 6, sampling)
+    host.init_cache(NUM_BLOCKS, 0)
+    host.step(start(0, [1, 2, 3], [3, 8], sampling))
+    host.step(start(1, [4, 5], [4, 1], sampling))
+    last = np.array([1], np.int64)
+    cut = RunCut(last)
+    run = StepPlan(step_id=1, decodes=pack_token_ids([0, 1]), num_steps=6)
+    assert list(host.steps(run, cut)) == [StepResult(step_id=1, num_steps=0, num_cut=6)]
+    found = []
+    last[0] = 0
+    for result in host.steps(run, cut):
+        found.append(result)
+        last[0] = result.step_id + result.num_steps + 2  # too late, where the operator has done all of them
+    tokens = b"".join(one.token_ids for one in found)
+    num_steps = sum(one.num_steps for one in found)
+    assert (num_steps, found[-1].num_cut) == ((6, 0) if plain else (1, 5))
+    assert tokens == b"".join(one.token_ids for one in singles[:num_steps])
+    rest = StepPlan(step_id=20, decodes=run.decodes, num_steps=6 - num_steps)
+    if not plain:
+        assert b"".join(one.token_ids for one in host.steps(rest, no_cut())) == b"".join(one.token_ids for one in singles[1:])
+
+
+def test_the_operator_looks_between_its_steps(host: ModelHost) -> None:
+    """The cell that it looks at is where it writes its third token: from then on every step up to that number is forbidden."""
+    assert host.batch is not None
+    host.step(start(0, [1, 2, 3], [3, 8]))
+    cell = host.batch.tokens[0, 6:8].view(np.int64)
+    (result,) = host.steps(StepPlan(step_id=1, decodes=pack_token_ids([0]), num_steps=16), RunCut(cell))
+    assert cell[0] > 16
+    assert (result.num_steps, result.num_cut) == (3, 13)
+    assert host.batch.num_tokens[0] == 4 + 3

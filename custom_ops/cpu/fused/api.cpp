@@ -198,14 +198,15 @@ int fe_fused_step(int64_t id, const StepArgs* args, int64_t num_threads) {
 
 // A token for each of `count` slots in each of up to `num_steps` steps, into `token_out` [num_steps][count] and the slots' rows
 // of `arrays`. *done steps have been made: the next one is not as plain as this takes it, or yielded no numbers, and has
-// changed nothing that counts.
-int fe_fused_decode(int64_t id, const SlotArrays* arrays, const int32_t* slots, int64_t count, int64_t num_steps, int64_t num_threads, int32_t* token_out,
-                    int64_t* done) {
+// changed nothing that counts; or its number, counted from `first_step`, is not above *last_cut, which others may write meanwhile.
+int fe_fused_decode(int64_t id, const SlotArrays* arrays, const int32_t* slots, int64_t count, int64_t num_steps, int64_t first_step, const int64_t* last_cut,
+                    int64_t num_threads, int32_t* token_out, int64_t* done) {
   return guarded([&] {
     Handle& handle = at(id);
     const std::lock_guard<std::mutex> lock(handle.running);
     const ModelShape& shape = handle.model.shape;
     for (*done = 0; *done < num_steps; ++*done) {
+      if (__atomic_load_n(last_cut, __ATOMIC_ACQUIRE) >= first_step + *done) return;
       int32_t* const tokens = token_out + *done * count;
       if (!handle.slot_step.gather(*arrays, shape, slots, count)) return;
       compute(handle, handle.slot_step.args(*arrays, tokens), static_cast<int>(num_threads));
