@@ -10,11 +10,18 @@ constexpr int kVecs = kBlockK / kLanes;
 
 FE_INLINE Vec vabs(Vec x) { return vmax(x, vsub(vzero(), x)); }
 
-// 32 values of a row, the row's factor and the columns' weights applied.
+// 32 values of a row, the row's factor and the columns' weights applied. Masks take as long as the rest: most blocks need none.
 FE_INLINE void load_block(const TileSource& s, int64_t row, int64_t block, Vec* out) {
+  const float* const values = s.x + row * s.stride - s.first;
+  const int64_t first = block * kBlockK;
+  if (first + kBlockK <= s.k) {
+    for (int i = 0; i < kVecs; ++i) out[i] = vload(values + first + i * kLanes);
+    for (int i = 0; s.weight != nullptr && i < kVecs; ++i) out[i] = vmul(vmul(out[i], vset(s.factors[row])), vload(s.weight + first + i * kLanes));
+    return;
+  }
   for (int i = 0; i < kVecs; ++i) {
-    const int64_t at = block * kBlockK + i * kLanes, lanes = max_i(0, min_i(kLanes, s.k - at));
-    out[i] = vload_n(s.x + row * s.stride + at - s.first, lanes);
+    const int64_t at = first + i * kLanes, lanes = max_i(0, min_i(kLanes, s.k - at));
+    out[i] = vload_n(values + at, lanes);
     if (s.weight != nullptr) out[i] = vmul(vmul(out[i], vset(s.factors[row])), vload_n(s.weight + at, lanes));
   }
 }
@@ -106,6 +113,8 @@ void quantize_together(const TileSource& s, int64_t block, const TileTarget& t) 
   for (int64_t r = 0; r < kTileRows; ++r) {
     Vec values[kVecs];
     load_block(s, min_i(r, t.num_rows - 1), block, values);
+    // The next tile's, of which other threads wrote a part; what an epilogue hands over is at hand.
+    for (int line = 0; s.stride > kBlockK && line < 2; ++line) __builtin_prefetch(s.x + (r + kTileRows) * s.stride - s.first + block * kBlockK + line * 16);
     for (int i = 0; i < kVecs; ++i) vstore(x[r] + i * kLanes, values[i]);
     most[r] = vmax(vabs(values[0]), vabs(values[1]));
   }

@@ -16,7 +16,11 @@ FE_INLINE Vec vswap_pairs(Vec x) { return _mm256_permute_ps(x, 0xb1); }
 // 1 / rms(x)
 FE_INLINE float norm_factor(const float* x, int64_t n, float epsilon) {
   Vec sums[2] = {vzero(), vzero()};
-  for (int64_t i = 0, u = 0; i < n; i += kLanes, u ^= 1) {
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    for (int u = 0; u < 2; ++u) sums[u] = vfma(vload(x + i + u * kLanes), vload(x + i + u * kLanes), sums[u]);
+  }
+  for (int u = 0; i < n; i += kLanes, ++u) {
     const Vec value = vload_n(x + i, min_i(kLanes, n - i));
     sums[u] = vfma(value, value, sums[u]);
   }
