@@ -8,6 +8,10 @@
 namespace fastengine {
 namespace FE_ISA {
 
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define FE_HAS_DOTS  // as one instruction
+#endif
+
 #if defined(__AVX512F__)
 using IVec = __m512i;
 FE_INLINE IVec iset(int32_t x) { return _mm512_set1_epi32(x); }

@@ -9,12 +9,21 @@ namespace {
 
 constexpr int kVecs = kPanel / kLanes;
 constexpr int kQuads = kBlockK / 4;
-constexpr int kMaxRows = 4;  // whose sums are in registers together
+// Vectors of columns, and rows, whose sums are in registers together, as measured: with AVX-VNNI a single row gains a fourth from
+// values that are spread once for all of a panel's columns, and many rows nothing from other shapes.
+#if defined(__AVXVNNI__)
+constexpr int kAtOnce = kPanel / kLanes, kMaxRows = 2;
+#else
+constexpr int kAtOnce = 2, kMaxRows = 4;
+#endif
 
-// 32 k's of two vectors of columns. `offsets` are -kMagic times the scales, which is exact: scales are f16.
+// 32 k's of kAtOnce vectors of columns. `offsets` are -kMagic times the scales, which is exact: scales are f16.
 struct Weights {
-  IVec quads[kQuads][2];
-  Vec scales[2], offsets[2];
+  IVec quads[kQuads][kAtOnce];
+  Vec scales[kAtOnce], offsets[kAtOnce];
+#if !defined(FE_HAS_DOTS)
+  IVec sizes[kQuads][kAtOnce];  // of 8 bits: |quads|, which are less 128 then
+#endif
 };
 
 FE_INLINE Vec halves(const uint8_t* p) {
@@ -38,12 +47,18 @@ FE_INLINE Vec as_floats(IVec x) { return _mm256_castsi256_ps(x); }
 template <int kBits>
 FE_INLINE Weights load_weights(const uint8_t* block, int64_t column) {
   Weights w;
-  for (int u = 0; u < 2; ++u) {
+  for (int u = 0; u < kAtOnce; ++u) {
     const int64_t at = column + u * kLanes;
     w.scales[u] = halves(block + kScalesAt + at * 2);
     w.offsets[u] = vmul(w.scales[u], vset(-kMagic));
     if (kBits == 8) {
-      for (int q = 0; q < kQuads; ++q) w.quads[q][u] = iload(block + kInt8ValuesAt + (q * kPanel + at) * 4);
+      for (int q = 0; q < kQuads; ++q) {
+        w.quads[q][u] = iload(block + kInt8ValuesAt + (q * kPanel + at) * 4);
+#if !defined(FE_HAS_DOTS)
+        w.quads[q][u] = _mm256_xor_si256(w.quads[q][u], _mm256_set1_epi8(-128));
+        w.sizes[q][u] = _mm256_abs_epi8(w.quads[q][u]);
+#endif
+      }
     } else {
       for (int q = 0; q < kQuads; q += 2) {
         const IVec pairs = iload(block + kInt4NibblesAt + (q / 2 * kPanel + at) * 4);
@@ -62,21 +77,55 @@ struct BlockRows {
   const int32_t* starts;
 };
 
-// `stride`: the rows of the tile.
+// kMagicBits plus the dot products of kRows rows with a block; `stride`: the rows of the tile.
+#if defined(FE_HAS_DOTS)
 template <int kBits, int kRows>
-FE_INLINE void add_rows(const Weights& w, const BlockRows& x, int64_t stride, float* out) {
-  IVec sums[kRows][2];
-  for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = iset(kBits == 8 ? x.starts[r] : kMagicBits);
+FE_INLINE void sum_rows(const Weights& w, const BlockRows& x, int64_t stride, IVec (&sums)[kRows][kAtOnce]) {
+  for (int r = 0; r < kRows; ++r) {
+    for (int u = 0; u < kAtOnce; ++u) sums[r][u] = iset(kBits == 8 ? x.starts[r] : kMagicBits);
+  }
   for (int q = 0; q < kQuads; ++q) {
     for (int r = 0; r < kRows; ++r) {
       const IVec value = iset(x.values[q * stride + r]);
-      add_dots(sums[r][0], w.quads[q][0], value);
-      add_dots(sums[r][1], w.quads[q][1], value);
+      for (int u = 0; u < kAtOnce; ++u) add_dots(sums[r][u], w.quads[q][u], value);
     }
   }
+}
+#else
+// In sums of 16 bits, which hold all 32 products of 4 bits (15 * 127 * 2 in each of 8 quads), and of 8 bits two, when the signs
+// are the activations': 2 * 128 * 127.
+template <int kBits, int kRows>
+FE_INLINE void sum_rows(const Weights& w, const BlockRows& x, int64_t stride, IVec (&sums)[kRows][kAtOnce]) {
+  const IVec ones = _mm256_set1_epi16(1);
+  for (int r = 0; r < kRows; ++r) {
+    for (int u = 0; u < kAtOnce; ++u) sums[r][u] = iset(kBits == 8 ? kMagicBits : 0);
+  }
+  for (int q = 0; q < kQuads; ++q) {
+    for (int r = 0; r < kRows; ++r) {
+      const IVec value = iset(x.values[q * stride + r]);
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (kBits == 4) {
+          sums[r][u] = _mm256_add_epi16(sums[r][u], _mm256_maddubs_epi16(w.quads[q][u], value));
+        } else {
+          const IVec pairs = _mm256_maddubs_epi16(w.sizes[q][u], _mm256_sign_epi8(value, w.quads[q][u]));
+          sums[r][u] = _mm256_add_epi32(sums[r][u], _mm256_madd_epi16(pairs, ones));
+        }
+      }
+    }
+  }
+  for (int r = 0; kBits == 4 && r < kRows; ++r) {
+    for (int u = 0; u < kAtOnce; ++u) sums[r][u] = _mm256_add_epi32(iset(kMagicBits), _mm256_madd_epi16(sums[r][u], ones));
+  }
+}
+#endif
+
+template <int kBits, int kRows>
+FE_INLINE void add_rows(const Weights& w, const BlockRows& x, int64_t stride, float* out) {
+  IVec sums[kRows][kAtOnce];
+  sum_rows<kBits, kRows>(w, x, stride, sums);
   for (int r = 0; r < kRows; ++r) {
     const Vec scale = vset(x.scales[r]);
-    for (int u = 0; u < 2; ++u) {
+    for (int u = 0; u < kAtOnce; ++u) {
       float* const target = out + r * kPanel + u * kLanes;
       vstore(target, vfma(vfma(as_floats(sums[r][u]), w.scales[u], w.offsets[u]), scale, vload(target)));
     }
@@ -91,8 +140,8 @@ FE_INLINE void add_tile(const Weights& w, BlockRows x, int64_t rows, float* out)
     out += n * kPanel, left -= n;
   };
   for (; left >= kMaxRows; advance(kMaxRows)) add_rows<kBits, kMaxRows>(w, x, rows, out);
-  if (left == 3) add_rows<kBits, 3>(w, x, rows, out);
-  if (left == 2) add_rows<kBits, 2>(w, x, rows, out);
+  if (kMaxRows > 3 && left == 3) add_rows<kBits, 3>(w, x, rows, out);
+  if (kMaxRows > 2 && left == 2) add_rows<kBits, 2>(w, x, rows, out);
   if (left == 1) add_rows<kBits, 1>(w, x, rows, out);
 }
 
@@ -101,7 +150,7 @@ template <int kBits, int64_t kRows>
 FE_INLINE void add_tile_of(const Weights& w, BlockRows x, float* out) {
 #pragma GCC unroll 1
   for (int64_t r = 0; r < kRows; r += kMaxRows) {
-    for (int64_t line = 0; line < 2; ++line) __builtin_prefetch(x.values + kQuads * kRows + r * kQuads + line * 16);
+    for (int64_t line = 0; line < kMaxRows / 2; ++line) __builtin_prefetch(x.values + kQuads * kRows + r * kQuads + line * 16);
     add_rows<kBits, kMaxRows>(w, x, kRows, out);
     x.values += kMaxRows, x.scales += kMaxRows, x.starts += kMaxRows;
     out += kMaxRows * kPanel;
@@ -111,29 +160,31 @@ FE_INLINE void add_tile_of(const Weights& w, BlockRows x, float* out) {
 // out = the minima times the sums of activations, of up to kRows rows of a tile.
 template <int kRows>
 FE_INLINE void minima_of_rows(const uint8_t* panel, int64_t column, const int32_t* pairs, const float* units, int64_t num_pairs, int64_t stride, float* out) {
-  IVec sums[kRows][2];
-  for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = iset(0);
+  IVec sums[kRows][kAtOnce];
+  for (int r = 0; r < kRows; ++r) {
+    for (int u = 0; u < kAtOnce; ++u) sums[r][u] = iset(0);
+  }
   for (int64_t p = 0; p < num_pairs; ++p) {
-    const uint8_t* const minima = panel + kInt4MinimaAt + p * kInt4PairBytes + column * 4;
-    const IVec left = iload(minima), right = iload(minima + kLanes * 4);
+    const uint8_t* const at = panel + kInt4MinimaAt + p * kInt4PairBytes + column * 4;
+    IVec minima[kAtOnce];
+    for (int u = 0; u < kAtOnce; ++u) minima[u] = iload(at + u * kLanes * 4);
     for (int r = 0; r < kRows; ++r) {
       const IVec pair = iset(pairs[p * stride + r]);
-      add_pairs(sums[r][0], left, pair);
-      add_pairs(sums[r][1], right, pair);
+      for (int u = 0; u < kAtOnce; ++u) add_pairs(sums[r][u], minima[u], pair);
     }
   }
-  for (int u = 0; u < 2; ++u) {
+  for (int u = 0; u < kAtOnce; ++u) {
     const Vec unit = vload(reinterpret_cast<const float*>(panel) + column + u * kLanes);
     for (int r = 0; r < kRows; ++r) vstore(out + r * kPanel + u * kLanes, vmul(to_floats(sums[r][u]), vmul(unit, vset(units[r]))));
   }
 }
 
 FE_INLINE void start_with_minima(const uint8_t* panel, const Activations& a, int64_t first_row, int64_t num_rows, float* out) {
-  constexpr int64_t kTogether = kLanes == 16 ? 8 : 4;
+  constexpr int64_t kTogether = kLanes == 16 ? 8 : kMaxRows;
   const int64_t num_pairs = ceil_div(a.padded_k / kBlockK, 2);
   for (int64_t tile = first_row; tile < first_row + num_rows; tile += kTileRows) {
     const int64_t rows = min_i(kTileRows, a.num_rows - tile);
-    for (int v = 0; v < kVecs; v += 2) {
+    for (int v = 0; v < kVecs; v += kAtOnce) {
       const int32_t* const pairs = a.sum_pairs + tile * num_pairs;
       const float* const units = a.sum_units + tile;
       float* const target = out + (tile - first_row) * kPanel + v * kLanes;
@@ -161,7 +212,7 @@ FE_INLINE void panel_rows(const uint8_t* panel, const Activations& a, int64_t fi
   }
   for (int64_t b = 0; b < num_blocks; ++b, panel += kBytes) {
     for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(panel + kAhead + line);
-    for (int v = 0; v < kVecs; v += 2) {
+    for (int v = 0; v < kVecs; v += kAtOnce) {
       const Weights w = load_weights<kBits>(panel, v * kLanes);
       for (int64_t tile = first_tile; tile < first_tile + num_tiles; ++tile) {
         const int64_t rows = rows_of_tile(a.num_rows, tile), row = tile * kTileRows, at = row * num_blocks + b * rows;
