@@ -8,17 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fastengine import custom_ops
-from fastengine.custom_ops.fused import FusedError, FusedModel, KvType, Layout, Packing, has_instruction_set, load_library
+from fastengine.custom_ops.fused import FusedError, FusedModel, KvType, Layout, Packing, Source, SourceKind, has_instruction_set, load_library
 from fastengine.custom_ops.library import LIBRARY_PATH, Library
 
 from .conftest import INSTRUCTION_SETS, can_run
-from .tiny import Row, TinyCache, TinyModel, step
+from .tiny import Row, TinyCache, TinyModel, new_arena, step
 
 # What /proc/cpuinfo must list for the fused step of a set.
 AVX2_FLAGS = {"avx2", "fma", "f16c"}
@@ -32,6 +33,15 @@ EVEX_ONLY = re.compile(r"%zmm|%[xy]mm(1[6-9]|2\d|3[01])\b|%k[0-7]\b")
 DOTS = re.compile(r"^\s*[0-9a-f]+:\s+((?:[0-9a-f]{2} )+)\s*(?:\{vex\} )?vpdp")
 
 
+@dataclass(frozen=True)
+class TablesToo(Packing):
+    """The head as the linears, so that a GEMM of four bits can be looked at by itself."""
+
+    @property
+    def table_layout(self) -> Layout:
+        return self.layout
+
+
 def cpu_flags() -> set[str]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return set(next(line for line in lines if line.startswith("flags")).partition(":")[2].split())
@@ -41,7 +51,7 @@ def runnable(compiled: Library) -> list[str]:
     return [name for name in INSTRUCTION_SETS if can_run(compiled, name)]
 
 
-def test_the_choice_is_what_the_processor_tells() -> None:
+def test_the_choice_is_what_the_processor_tells(compiled: Library) -> None:
     code = f"""
 from fastengine.custom_ops import fused, library
 loaded = library.load()
@@ -53,6 +63,7 @@ print(loaded.isa, *(int(fused.has_instruction_set(loaded.handle, name)) for name
     if "avx_vnni" not in cpu_flags() and tuple(map(int, platform.release().split(".")[:2])) < (5, 12):
         pytest.skip("this kernel does not list AVX-VNNI")
     wanted = {name: flags <= cpu_flags() for name, flags in FLAGS.items()}
+    wanted["avxvnni"] &= can_run(compiled, "avxvnni")  # a compiler that did not know it left it out
     assert dict(zip(INSTRUCTION_SETS, map(bool, map(int, there)), strict=True)) == wanted
     if wanted[isa]:
         assert isa == next(name for name in INSTRUCTION_SETS if wanted[name])
@@ -111,6 +122,35 @@ def test_avxvnni_computes_what_avx2_does(compiled: Library, layout: Layout, kv_t
         model.fused.close()
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("layout", [Layout.INT8, Layout.INT4])
+@pytest.mark.parametrize("num_rows", [1, 3, 29])
+def test_sums_hold_the_largest_products(isa: str, layout: Layout, num_rows: int) -> None:
+    """Weights of the largest sizes times activations of 127: where bytes are multiplied in pairs, sums of 16 bits must not saturate."""
+    shape = TinyModel(layout, isa, tied=False).shape
+    model = FusedModel(load_library(LIBRARY_PATH), shape, TablesToo(layout), 2, isa=isa)
+    model.bind(new_arena(model))
+    blocks = (shape.vocab, shape.hidden // 32)
+    signs = np.sign(np.random.default_rng(10).standard_normal((shape.vocab, shape.hidden))) * (np.arange(shape.vocab)[:, None] % 3 > 0)
+    if layout == Layout.INT8:
+        integers = np.where(signs < 0, -128, np.where(signs > 0, 127, -128)).astype(np.int8)
+        raw = np.concatenate([np.full((*blocks, 1), 1, np.float16).view(np.uint8), integers.reshape(*blocks, 32).view(np.uint8)], axis=-1)
+        source = Source(raw.reshape(shape.vocab, -1), SourceKind.Q8_0, shape.vocab)
+    else:
+        integers = np.where(signs < 0, 0, 15).astype(np.uint8)
+        halves = integers.reshape(*blocks, 2, 16)
+        scales = np.tile(np.array([1, 0], np.float16).view(np.uint8), (*blocks, 1))
+        source = Source(
+            np.concatenate([scales, halves[..., 0, :] | halves[..., 1, :] << 4], axis=-1).reshape(shape.vocab, -1), SourceKind.Q4_1, shape.vocab
+        )
+    model.set_rows("lm_head", source)
+    rows = np.random.default_rng(11).choice([-1.0, 1.0], (num_rows, shape.hidden)).astype(np.float32)
+    rows[0], rows[-1] = -1.0, 1.0
+    got = np.empty((num_rows, shape.vocab), np.float32)
+    model.logits(rows, got)
+    np.testing.assert_allclose(got, rows @ integers.T.astype(np.float32), rtol=1e-6, atol=1e-3)
+    model.close()
 
 
 def test_kernels_hold_only_their_sets_instructions() -> None:
