@@ -75,6 +75,8 @@ FE_INLINE Vec across(const Vec* x, const Op& op) {
 #endif
 
 struct Int8Kernel {
+  static constexpr int64_t kLeast = 2 * kLanes;  // positions are computed in multiples of this
+
   struct Chunk {
     const uint8_t* keys[kChunk / 16];   // [dim / 4][block_size][4]
     const int8_t* values[kChunk / 16];  // [position / 4][dim][4]
@@ -91,16 +93,23 @@ struct Int8Kernel {
 
   FE_MEMBER Int8Kernel(const AttentionInput& in, const float* rows, int64_t num_rows, void* scratch)
       : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<int8_t*>(scratch)) {
-    // 127, or less where a sum of so many products could become too large.
-    const float levels = static_cast<float>(min_i(127, (kLargestSum - 1) / (127 * d)));
     int64_t r = 0;
-    for (; r + kGroupRows <= num_rows; r += kGroupRows) quantize<kGroupRows>(rows, r, levels, in.scale);
-    for (; r < num_rows; ++r) quantize<1>(rows, r, levels, in.scale);
+    for (; r + kGroupRows <= num_rows; r += kGroupRows) quantize<kGroupRows>(rows, r, in.scale);
+    switch (num_rows - r) {
+      case 1: quantize<1>(rows, r, in.scale); break;
+      case 2: quantize<2>(rows, r, in.scale); break;
+      case 3: quantize<3>(rows, r, in.scale); break;
+      case 4: quantize<4>(rows, r, in.scale); break;
+      case 5: quantize<5>(rows, r, in.scale); break;
+      default: break;
+    }
   }
 
   // Query rows from `first` on.
   template <int kRows>
-  FE_MEMBER void quantize(const float* rows, int64_t first, float levels, float score_scale) {
+  FE_MEMBER void quantize(const float* rows, int64_t first, float score_scale) {
+    // 127, or less where a sum of so many products could become too large.
+    const float levels = static_cast<float>(min_i(127, (kLargestSum - 1) / (127 * d)));
     Vec most[kRows], totals[kRows];
     for (int r = 0; r < kRows; ++r) {
       most[r] = vzero();
@@ -137,7 +146,7 @@ struct Int8Kernel {
   }
 
   FE_MEMBER void prepare(const Chunk& chunk, const Chunk& next, int64_t visible) {
-    for (int64_t i = 0; i < kChunk; i += kLanes) {
+    for (int64_t i = 0; i < ceil_div(visible, kLeast) * kLeast; i += kLanes) {
       const int64_t n = max_i(0, min_i(kLanes, visible - i));
       const Vec scale = vmax(vset(kLeastScale), vload(chunk.value_scales[i / 16] + i % 16));
       const Vec key_scale = vkeep_n(shortened(vload(chunk.key_scales[i / 16] + i % 16)), n, vzero());
@@ -284,7 +293,7 @@ struct Int8Kernel {
 
   template <int kRows>
   __attribute__((noinline)) void group(const Chunk& chunk, const Chunk& next, const GroupRequest& request, const GroupTarget& target) const {
-    constexpr int64_t kStep = kAtOnce * kLanes, kLeast = 2 * kLanes;
+    constexpr int64_t kStep = kAtOnce * kLanes;
     alignas(64) float scores[kRows * kChunk], levels[kLanes];
     alignas(64) uint8_t weights[kRows * kChunk];
     const int64_t most_visible = request.counts[kRows - 1], padded = ceil_div(most_visible, kLeast) * kLeast;

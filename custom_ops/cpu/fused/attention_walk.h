@@ -25,12 +25,9 @@ FE_INLINE void take_queries(const AttentionInput& in, const AttentionTask& task,
   const NewRows& n = in.new_rows;
   const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads;
   const auto rotate = [&](const Rotation& rotation, const float* source, const float* norm, float* target) {
-    if (norm != nullptr) {
-      norm_row(source, norm, d, n.epsilon, target);
-    } else {
-      for (int64_t i = 0; i < d; i += kLanes) vstore(target + i, vload(source + i));
-    }
-    rotation.apply(target);
+    if (norm != nullptr) norm_row(source, norm, d, n.epsilon, target), source = target;
+    rotation.apply(source, target);
+    for (int64_t i = n.rotary_dim; source != target && i < d; ++i) target[i] = source[i];
   };
   for (int64_t t = 0; t < task.num_queries; ++t) {
     const int64_t token = task.first_token + t, slot = n.slot_mapping[token];
@@ -85,12 +82,27 @@ struct Piece {
   int64_t base, offset;
 };
 
-FE_INLINE Piece piece_at(const AttentionInput& in, const AttentionTask& task, int64_t piece) {
-  const KvLayer& c = in.cache;
-  const int64_t position = piece * 16;
-  const int32_t block = in.block_tables[task.seq * in.max_blocks + position / c.block_size];
-  return {(block * c.num_kv_heads + task.kv_head) * c.block_size, position % c.block_size};
-}
+// A task's pieces, one after the other.
+class PieceWalk {
+ public:
+  FE_MEMBER PieceWalk(const AttentionInput& in, const AttentionTask& task, int64_t piece) : in_(in) { seek(task, piece); }
+  FE_MEMBER void seek(const AttentionTask& task, int64_t piece) {
+    const uint32_t position = static_cast<uint32_t>(piece * 16), block_size = static_cast<uint32_t>(in_.cache.block_size);
+    block_ = in_.block_tables + task.seq * in_.max_blocks + position / block_size;
+    offset_ = position % block_size;
+    head_ = task.kv_head;
+  }
+  FE_MEMBER Piece current() const { return {(*block_ * in_.cache.num_kv_heads + head_) * in_.cache.block_size, offset_}; }
+  FE_MEMBER void advance() {
+    offset_ += 16;
+    if (offset_ == in_.cache.block_size) offset_ = 0, ++block_;
+  }
+
+ private:
+  const AttentionInput& in_;
+  const int32_t* block_;
+  int64_t offset_, head_;
+};
 
 // Pieces that a task walks.
 FE_INLINE int64_t first_piece_of(const AttentionTask& task) { return task.first_chunk * (kChunk / 16); }
@@ -98,7 +110,9 @@ FE_INLINE int64_t end_piece_of(const AttentionTask& task) { return min_i(task.la
 
 // The `num_pieces` pieces of chunk `chunk`. Those behind repeat the last one: they are read, but count for nothing.
 FE_INLINE void pieces_of_chunk(const AttentionInput& in, const AttentionTask& task, int64_t chunk, int64_t num_pieces, Piece* out) {
-  for (int64_t i = 0; i < kChunk / 16; ++i) out[i] = i < num_pieces ? piece_at(in, task, chunk * (kChunk / 16) + i) : out[num_pieces - 1];
+  PieceWalk walk(in, task, chunk * (kChunk / 16));
+  for (int64_t i = 0; i < num_pieces; ++i, walk.advance()) out[i] = walk.current();
+  for (int64_t i = num_pieces; i < kChunk / 16; ++i) out[i] = out[num_pieces - 1];
 }
 
 // What a thread will walk kAhead pieces after what it has in hand, whichever task that belongs to. For each piece that
@@ -107,33 +121,32 @@ class PiecesAhead {
  public:
   static constexpr int64_t kAhead = kChunk / 16;
 
-  FE_MEMBER PiecesAhead(const AttentionInput& in, const AttentionTask* task, const AttentionTask* end) : in_(in), task_(task), end_(end), piece_(first_piece_of(*task) + kAhead) {
+  FE_MEMBER PiecesAhead(const AttentionInput& in, const AttentionTask* task, const AttentionTask* end)
+      : walk_(in, *task, 0), task_(task), end_(end), piece_(first_piece_of(*task) + kAhead), last_(end_piece_of(*task)) {
     settle();
   }
 
   // The next `num_pieces`, filled up as in pieces_of_chunk().
   FE_MEMBER void take(int64_t num_pieces, Piece* out) {
-    for (int64_t i = 0; i < kChunk / 16; ++i) {
-      out[i] = i < num_pieces ? piece_at(in_, *task_, piece_) : out[num_pieces - 1];
-      if (i < num_pieces) ++piece_, settle();
+    for (int64_t i = 0; i < num_pieces; ++i) {
+      out[i] = walk_.current();
+      walk_.advance();
+      if (++piece_ == last_) settle();
     }
+    for (int64_t i = num_pieces; i < kChunk / 16; ++i) out[i] = out[num_pieces - 1];
   }
 
  private:
   // From behind a task's pieces into the tasks after it; behind the last one's nothing new is asked for.
   FE_MEMBER void settle() {
-    for (int64_t last = end_piece_of(*task_); piece_ >= last; last = end_piece_of(*task_)) {
-      if (task_ + 1 == end_) {
-        piece_ = last - 1;
-        return;
-      }
-      piece_ += first_piece_of(*++task_) - last;
-    }
+    for (; piece_ >= last_ && task_ + 1 != end_; last_ = end_piece_of(*task_)) piece_ += first_piece_of(*++task_) - last_;
+    piece_ = min_i(piece_, last_ - 1);
+    walk_.seek(*task_, piece_);
   }
 
-  const AttentionInput& in_;
+  PieceWalk walk_;
   const AttentionTask *task_, *end_;
-  int64_t piece_;
+  int64_t piece_, last_;
 };
 
 // A group of rows from `first` on, each of which sees `counts` positions of the chunk; masked: not all of them all.
@@ -160,32 +173,16 @@ struct TaskState {
   alignas(64) float maxima[kTaskRows], sums[kTaskRows];
 };
 
-FE_INLINE float* output_of(const AttentionInput& in, const AttentionTask& task, int64_t query) {
-  const int64_t d = in.cache.head_dim;
-  return in.out + (task.first_row + query) * in.num_heads * d + task.kv_head * (in.num_heads / in.cache.num_kv_heads) * d;
-}
-
 // Writes the rows' outputs, divided by their sums.
 FE_INLINE void finish(const AttentionInput& in, const AttentionTask& task, const float* sums, const float* out) {
   const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads;
   for (int64_t t = 0; t < task.num_queries; ++t) {
-    float* target = output_of(in, task, t);
+    float* target = in.out + (task.first_row + t) * in.num_heads * d + task.kv_head * heads * d;
     for (int64_t h = 0; h < heads; ++h, ++sums, out += d, target += d) {
       const Vec inverse = vset(1.0f / *sums);
       for (int64_t i = 0; i < d; i += kLanes) vstore(target + i, vmul(vload(out + i), inverse));
     }
   }
-}
-
-// Asks for the memory of a query's outputs, and for the queries of the thread's next task.
-FE_INLINE void ask_for_query(const AttentionInput& in, const AttentionTask* task, const AttentionTask* end, int64_t query) {
-  const int64_t size = in.num_heads / in.cache.num_kv_heads * in.cache.head_dim;
-  const float* const out = output_of(in, *task, query);
-  for (int64_t i = 0; i < size; i += 16) __builtin_prefetch(out + i, 1);
-  const AttentionTask* const next = task + 1;
-  if (next == end || query >= next->num_queries) return;
-  const float* const row = in.qkv + (next->first_token + query) * in.qkv_stride + next->kv_head * size;
-  for (int64_t i = 0; i < size; i += 16) __builtin_prefetch(row + i);
 }
 
 // Folds the results of all chunks, as a single walk would have done.
@@ -233,7 +230,6 @@ FE_INLINE void walk(const AttentionInput& in, const AttentionTask* tasks, const 
       const int64_t n = min_i(kGroupRows, num_rows - first);
       int64_t counts[kGroupRows];
       for (int64_t r = 0; r < n; ++r) {
-        if (head == 0 && i + 1 == task.last_chunk) ask_for_query(in, tasks, end_of_tasks, query);
         counts[r] = max_i(0, min_i(kChunk, task.first_position + query + 1 - begin));
         if (++head == heads) head = 0, ++query;
       }

@@ -53,13 +53,13 @@ class Rotation {
     sines_ = sines;
   }
 
-  // In place.
-  __attribute__((always_inline)) void apply(float* x) const {
+  // Of the first rotary_dim features of x; out may be x.
+  __attribute__((always_inline)) void apply(const float* x, float* out) const {
     if (interleaved_) {
       for (int64_t i = 0; i < size_; i += kLanes) {
         const int64_t n = min_i(kLanes, size_ - i);
         const Vec value = vload_n(x + i, n);
-        vstore_n(x + i, vfma(vload_n(cosines_ + i, n), value, vmul(vload_n(sines_ + i, n), vswap_pairs(value))), n);
+        vstore_n(out + i, vfma(vload_n(cosines_ + i, n), value, vmul(vload_n(sines_ + i, n), vswap_pairs(value))), n);
       }
       return;
     }
@@ -67,8 +67,8 @@ class Rotation {
     for (int64_t i = 0; i < half; i += kLanes) {
       const int64_t n = min_i(kLanes, half - i);
       const Vec a = vload_n(x + i, n), b = vload_n(x + half + i, n), c = vload_n(cosines_ + i, n), s = vload_n(sines_ + i, n);
-      vstore_n(x + i, vsub(vmul(a, c), vmul(b, s)), n);
-      vstore_n(x + half + i, vfma(a, s, vmul(b, c)), n);
+      vstore_n(out + i, vsub(vmul(a, c), vmul(b, s)), n);
+      vstore_n(out + half + i, vfma(a, s, vmul(b, c)), n);
     }
   }
 

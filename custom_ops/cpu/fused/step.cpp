@@ -154,7 +154,7 @@ struct Step {
         for (int64_t h = p.num_heads; h < p.num_heads + p.num_kv_heads; ++h) {
           float* const head = row + h * p.head_dim;
           if (layer.key_norm != nullptr) norm_row(head, layer.key_norm, p.head_dim, p.rms_epsilon, head);
-          rotation.apply(head);
+          rotation.apply(head, head);
         }
         if (s.slot_mapping[t] < 0) continue;
         const float *const keys = row + p.num_heads * p.head_dim, *const values = keys + p.num_kv_heads * p.head_dim;
