@@ -63,7 +63,7 @@ def test_greedy_answers_equal_the_reference_where_it_is_sure(default_model: Path
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("layout", "kv_type"), [(Layout.INT8, KvType.INT8), (Layout.INT4, KvType.BFLOAT16)])
+@pytest.mark.parametrize(("layout", "kv_type"), [(Layout.INT8, KvType.BFLOAT16), (Layout.INT4, KvType.INT8)])
 @pytest.mark.parametrize("name", INSTRUCTION_SETS[1:])
 def test_greedy_answers_of_lesser_instruction_sets(default_model: Path, compiled: Library, name: str, layout: Layout, kv_type: KvType) -> None:
     if not can_run(compiled, name):
