@@ -238,7 +238,7 @@ class CopyMachine(RuleBasedStateMachine):
                 continue
             assert hits.num_tokens(SIZE) < len(tokens)
             kv.allocate(sequence, hits, packed)
-            self.running.append((sequence, root, tokens, hits.num_tokens(SIZE)))
+            self.running.append((sequence, root, list(tokens), hits.num_tokens(SIZE)))  # hypothesis keeps what it has drawn
             computing.append((len(self.running) - 1, hits.num_tokens(SIZE), len(tokens)))
         swap_out, swap_in, _ = kv.take_swaps()
         copies = kv.take_copies()
