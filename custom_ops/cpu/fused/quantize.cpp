@@ -113,8 +113,6 @@ void quantize_together(const TileSource& s, int64_t block, const TileTarget& t) 
   for (int64_t r = 0; r < kTileRows; ++r) {
     Vec values[kVecs];
     load_block(s, min_i(r, t.num_rows - 1), block, values);
-    // The next tile's, of which other threads wrote a part; what an epilogue hands over is at hand.
-    for (int line = 0; s.stride > kBlockK && line < 2; ++line) __builtin_prefetch(s.x + (r + kTileRows) * s.stride - s.first + block * kBlockK + line * 16);
     for (int i = 0; i < kVecs; ++i) vstore(x[r] + i * kLanes, values[i]);
     most[r] = vmax(vabs(values[0]), vabs(values[1]));
   }
