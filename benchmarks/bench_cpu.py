@@ -44,6 +44,8 @@ BLOCK_SIZE = 64
 PREFILL_TOKENS = 512
 DECODE_STEPS = 64
 WARM_UP_STEPS = 4
+# More greedy rows than these read the whole LM head (custom_ops/cpu/fused/workspace.cpp).
+ROWS_SCREENED = 2
 # Whole answers beside peers: prompt and output tokens.
 PEER_PROMPT, PEER_OUTPUT = 64, 128
 
@@ -209,9 +211,18 @@ class Bench:
         head = spec.hidden_size * spec.vocab_size * (case.batch if case.context else 1)
         linear = spec.num_hidden_layers * per_layer * tokens + head
         attention = spec.num_hidden_layers * 2 * q * context * tokens
-        weights = sum(storage.nbytes for storage in self._host.weights.storages())
+        weights = sum(storage.nbytes for storage in self._host.weights.storages()) - self._head_bytes_not_read(case)
         kv_bytes = kv.bytes_per_block // BLOCK_SIZE * context * (case.batch if case.context else 1)
         return Work(weights, kv_bytes, 2 * (linear + attention))
+
+    def _head_bytes_not_read(self, case: Case) -> int:
+        """Of the LM head and its screen a step reads one, but for the columns that may win."""
+        packing, spec = self._host.compute_plan.packing, self._host.spec
+        if packing is None or not packing.has_screen:
+            return 0
+        panels, blocks = -(-spec.vocab_size // 32), -(-spec.hidden_size // 32)
+        is_screened = case.context == 0 or case.batch <= ROWS_SCREENED
+        return panels * (blocks * 1088 if is_screened else 128 + -(-blocks // 2) * 128 + blocks * 576)
 
     def _start(self, batch: int, length: int) -> None:
         """Fill ``batch`` slots with prompts of ``length`` tokens, one prompt per step."""

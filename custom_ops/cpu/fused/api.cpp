@@ -163,7 +163,12 @@ int fe_fused_set_vector(int64_t id, int64_t layer, const char* name, const float
 }
 
 int fe_fused_set_rows(int64_t id, int64_t layer, const char* name, int64_t first_row, const WeightPart* part, int64_t num_threads) {
-  return guarded([&] { pack_rows(at(id).model.linear(layer, name), at(id).model.arena, first_row, *part, static_cast<int>(num_threads)); });
+  return guarded([&] {
+    Model& model = at(id).model;
+    const Linear& linear = model.linear(layer, name);
+    pack_rows(linear, model.arena, first_row, *part, static_cast<int>(num_threads));
+    if (&linear == &model.head() && model.screen.rows != 0) derive_screen(linear, model.screen, model.arena, first_row, part->rows, static_cast<int>(num_threads));
+  });
 }
 
 int fe_fused_set_bias(int64_t id, int64_t layer, const char* name, int64_t first_row, const float* values, int64_t count) {

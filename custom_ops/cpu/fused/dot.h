@@ -35,6 +35,15 @@ FE_INLINE IVec in_pairs(Vec low, Vec high) {
 FE_INLINE void istore_n(int32_t* p, IVec x, int64_t n) { _mm256_maskstore_epi32(p, lane_mask(n), x); }
 #endif
 
+// As many float16 as a Vec has lanes.
+FE_INLINE Vec halves(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#endif
+}
+
 // sums += weights (u8) . values (s8), exact. Inline assembly where the instruction exists: compilers
 // copy accumulators around the intrinsic and spill.
 FE_INLINE void add_dots(IVec& sums, IVec weights, IVec values) {

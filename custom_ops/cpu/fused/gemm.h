@@ -16,5 +16,12 @@ void int8_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, 
 void int4_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out);
 void float_panel(const float* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, int64_t k, float* out);
 
+
+// Half a panel: 16 columns, of which four k's fill a cache line.
+constexpr int64_t kStrip = kPanel / 2;
+
+// What int8_panel() has, bit for bit, of a strip of it and the first tile: out[row][16].
+void int8_strip(const uint8_t* panel, int64_t strip, const Activations& a, float* out);
+
 }  // namespace FE_ISA
 }  // namespace fastengine

@@ -26,14 +26,6 @@ struct Weights {
 #endif
 };
 
-FE_INLINE Vec halves(const uint8_t* p) {
-#if defined(__AVX512F__)
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#else
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#endif
-}
-
 #if defined(__AVX512F__)
 FE_INLINE IVec low_nibbles(IVec x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 FE_INLINE IVec high_nibbles(IVec x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
@@ -240,6 +232,37 @@ void int8_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, 
 
 void int4_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out) {
   panel_rows<4>(panel, a, first_tile, num_tiles, out);
+}
+
+void int8_strip(const uint8_t* panel, int64_t strip, const Activations& a, float* out) {
+  constexpr int64_t kAhead = 6;
+  constexpr int kStripVecs = kStrip / kLanes;
+  const int64_t num_blocks = a.padded_k / kBlockK, num_rows = rows_of_tile(a.num_rows, 0);
+  for (int64_t i = 0; i < num_rows * kStrip; i += kLanes) vstore(out + i, vzero());
+  const auto ask_for = [&](int64_t block) {
+    if (block >= num_blocks) return;
+    const uint8_t* const p = panel + block * kInt8BlockBytes;
+    __builtin_prefetch(p + kScalesAt);
+    for (int q = 0; q < kQuads; ++q) __builtin_prefetch(p + kInt8ValuesAt + (q * kPanel + strip * kStrip) * 4);
+  };
+  for (int64_t b = 0; b < kAhead; ++b) ask_for(b);
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    ask_for(b + kAhead);
+    const uint8_t* const block = panel + b * kInt8BlockBytes;
+    const int64_t at = b * num_rows;
+    for (int u = 0; u < kStripVecs; ++u) {
+      const int64_t column = strip * kStrip + u * kLanes;
+      const Vec scales = halves(block + kScalesAt + column * 2), offsets = vmul(scales, vset(-kMagic));
+      IVec quads[kQuads];
+      for (int q = 0; q < kQuads; ++q) quads[q] = iload(block + kInt8ValuesAt + (q * kPanel + column) * 4);
+      for (int64_t r = 0; r < num_rows; ++r) {
+        IVec sums = iset(a.starts[at + r]);
+        for (int q = 0; q < kQuads; ++q) add_dots(sums, quads[q], iset(reinterpret_cast<const int32_t*>(a.values)[(b * kQuads + q) * num_rows + r]));
+        float* const target = out + r * kStrip + u * kLanes;
+        vstore(target, vfma(vfma(as_floats(sums), scales, offsets), vset(a.scales[at + r]), vload(target)));
+      }
+    }
+  }
 }
 
 }  // namespace FE_ISA

@@ -20,5 +20,14 @@ constexpr int64_t int4_blocks_at(int64_t num_blocks) { return kInt4MinimaAt + (n
 constexpr int64_t kMostMinimum = 8191, kMostSums = 240000, kMostK = 1 << 20;
 static_assert(kMostMinimum * (kMostSums + kMostK / 64 + 1000) < 1ll << 31, "sums of minima must not overflow");
 
+// What is added to weight k of every column, in steps, before the screen rounds it (see derive_screen()):
+// uniform in [-0.5, 0.5), and as good as drawn at random.
+static inline __attribute__((always_inline, unused)) float screen_dither(uint32_t k) {
+  uint32_t x = (k + 1) * 0x9e3779b9u;
+  x = (x ^ x >> 16) * 0x85ebca6bu;
+  x = (x ^ x >> 13) * 0xc2b2ae35u;
+  return static_cast<float>((x ^ x >> 16) >> 8) * 0x1p-24f - 0.5f;
+}
+
 }  // namespace fused
 }  // namespace fastengine

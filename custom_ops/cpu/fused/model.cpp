@@ -33,6 +33,7 @@ DecoderLayer& layer_of(Model* model, int64_t layer) {
 Linear& Model::linear(int64_t layer, const std::string& name) {
   if (name == "embedding") return embedding;
   if (name == "lm_head") return lm_head;
+  if (name == "screen") return screen;
   DecoderLayer& l = layer_of(this, layer);
   if (name == "qkv") return l.qkv;
   if (name == "output") return l.output;
@@ -67,8 +68,8 @@ void Model::bind(uint8_t* memory) {
 }
 
 ModelView Model::view() const {
-  const LinearView head = shape.tied != 0 ? embedding.view(arena) : lm_head.view(arena);
-  return {shape, cos_sin.data(), layer_views.data(), embedding.view(arena), head, final_norm.view(arena)};
+  const LinearView no_screen{};
+  return {shape, cos_sin.data(), layer_views.data(), embedding.view(arena), head().view(arena), screen.rows != 0 ? screen.view(arena) : no_screen, final_norm.view(arena)};
 }
 
 }  // namespace fused

@@ -72,6 +72,7 @@ struct Model {
   std::vector<float> cos_sin;
   std::vector<DecoderLayer> layers;
   Linear embedding, lm_head;
+  Linear screen;  // of the head, if defined: see derive_screen()
   Vector final_norm;
   int64_t num_bytes = 0;
   uint8_t* arena = nullptr;
@@ -80,6 +81,7 @@ struct Model {
   // Both throw std::invalid_argument for a layer or name that does not exist; layer -1 is the model's own.
   Linear& linear(int64_t layer, const std::string& name);
   Vector& vector(int64_t layer, const std::string& name);
+  const Linear& head() const { return shape.tied != 0 ? embedding : lm_head; }
 
   // Takes the next `size` bytes of the arena.
   int64_t reserve(int64_t size);

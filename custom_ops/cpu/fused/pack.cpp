@@ -101,6 +101,27 @@ QuantizedBlock round_to_eight_bits(const float* x) {
   return block;
 }
 
+// The nearest half that is not below `value` >= 0.
+float half_above(float value) {
+  const uint16_t bits = float_to_half(value), next = static_cast<uint16_t>(bits + 1);
+  const float nearest = half_to_float(reinterpret_cast<const uint8_t*>(&bits));
+  return nearest < value ? half_to_float(reinterpret_cast<const uint8_t*>(&next)) : nearest;
+}
+
+// Of weights at and above `base`: no value is cut off; see derive_screen(). What a half can't hold makes the scale a NaN,
+// and with it the result.
+QuantizedBlock round_dithered(const float* x, float base, const float* dithers) {
+  // Of nearly equal weights too the step is above what float operations round.
+  constexpr float kLeastStep = 1.0f / 1024.0f;
+  float high = x[0], most = 0.0f, finite = 0.0f;
+  for (int i = 0; i < kBlockK; ++i) high = std::max(high, x[i]), most = std::max(most, std::fabs(x[i])), finite += x[i] * 0.0f;
+  const float step = half_above(std::max((high - base) / 15.0f, most * kLeastStep));
+  QuantizedBlock block{step + step * 0.0f + finite, base, {}};
+  const float inverse = block.step > 0 ? 1.0f / block.step : 0.0f;
+  for (int i = 0; i < kBlockK; ++i) block.q[i] = static_cast<int8_t>(std::fmin(std::fmax(std::nearbyint((x[i] - base) * inverse + dithers[i]), 0.0f), 15.0f));
+  return block;
+}
+
 void put_half(uint8_t* target, int64_t column, float value) {
   const uint16_t bits = float_to_half(value);
   std::memcpy(target + column * 2, &bits, 2);
@@ -122,16 +143,39 @@ void put_int4_block(const QuantizedBlock& block, uint8_t* target, int64_t column
 // Byte of a column's minimum of block b in its panel.
 int64_t minimum_at(int64_t b, int64_t column) { return kInt4MinimaAt + b / 2 * kInt4PairBytes + column * 4 + b % 2 * 2; }
 
-// One that is not finite makes the unit so.
-void put_minima(const std::vector<float>& minima, uint8_t* panel, int64_t column) {
+// A column's minima are multiples of this. One that is not finite makes it so.
+float unit_of(const std::vector<float>& minima) {
   float most = 0.0f, finite = 0.0f;
   for (const float minimum : minima) most = std::max(most, std::fabs(minimum)), finite += minimum * 0.0f;
-  const float unit = most / static_cast<float>(kMostMinimum) + finite, inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
+  return most / static_cast<float>(kMostMinimum) + finite;
+}
+
+void put_minimum(float multiple, uint8_t* panel, int64_t b, int64_t column) {
+  const float limit = static_cast<float>(kMostMinimum);
+  const auto stored = static_cast<int16_t>(std::fmin(std::fmax(multiple, -limit), limit));
+  std::memcpy(panel + minimum_at(b, column), &stored, sizeof(stored));
+}
+
+void put_minima(const std::vector<float>& minima, uint8_t* panel, int64_t column) {
+  const float unit = unit_of(minima), inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
   std::memcpy(panel + column * 4, &unit, sizeof(unit));
-  for (size_t b = 0; b < minima.size(); ++b) {
-    const float limit = static_cast<float>(kMostMinimum), multiple = std::fmin(std::fmax(std::nearbyint(minima[b] * inverse), -limit), limit);
-    const auto stored = static_cast<int16_t>(multiple);
-    std::memcpy(panel + minimum_at(static_cast<int64_t>(b), column), &stored, sizeof(stored));
+  for (size_t b = 0; b < minima.size(); ++b) put_minimum(std::nearbyint(minima[b] * inverse), panel, static_cast<int64_t>(b), column);
+}
+
+// The column's part of a screen from its weights: minima that are exact multiples, not above any weight.
+void screen_column(const std::vector<float>& weights, const std::vector<float>& dithers, uint8_t* panel, int64_t column) {
+  const size_t num_blocks = weights.size() / kBlockK;
+  std::vector<float> lows(num_blocks);
+  float finite = 0.0f;
+  for (size_t b = 0; b < num_blocks; ++b) lows[b] = *std::min_element(&weights[b * kBlockK], &weights[b * kBlockK] + kBlockK);
+  for (const float weight : weights) finite += weight * 0.0f;
+  const float unit = unit_of(lows) * 1.001f + finite;  // the most negative one is not cut off when it is rounded down
+  std::memcpy(panel + column * 4, &unit, sizeof(unit));
+  for (size_t b = 0; b < num_blocks; ++b) {
+    const float multiple = unit > 0.0f ? std::floor(lows[b] / unit) : 0.0f;
+    put_minimum(multiple, panel, static_cast<int64_t>(b), column);
+    const QuantizedBlock block = round_dithered(&weights[b * kBlockK], unit * multiple, &dithers[b * kBlockK]);
+    put_int4_block(block, panel + int4_blocks_at(static_cast<int64_t>(num_blocks)) + static_cast<int64_t>(b) * kInt4BlockBytes, column);
   }
 }
 
@@ -285,6 +329,22 @@ uint64_t hash_rows(const WeightPart& part, int64_t k, const uint64_t* row_keys, 
     total += sum;
   });
   return total;
+}
+
+void derive_screen(const Linear& head, const Linear& screen, uint8_t* arena, int64_t first_row, int64_t count, int num_threads) {
+  if (head.shape.layout != Layout::kInt8 || screen.shape.layout != Layout::kInt4 || screen.rows != head.rows || screen.shape.k != head.shape.k) {
+    throw std::invalid_argument("a screen is int4, beside an int8 LM head of the same size");
+  }
+  const int64_t k = head.shape.padded_k;
+  std::vector<float> dithers(static_cast<size_t>(k));
+  for (int64_t i = 0; i < k; ++i) dithers[static_cast<size_t>(i)] = screen_dither(static_cast<uint32_t>(i));
+  in_parts(count, num_threads, [&](int64_t first, int64_t last) {
+    std::vector<float> weights(static_cast<size_t>(k), 0.0f);
+    for (int64_t r = first_row + first; r < first_row + last; ++r) {
+      unpack_row(head, arena, r, weights.data());
+      screen_column(weights, dithers, arena + screen.weights_at + r / kPanel * screen.shape.panel_bytes, r % kPanel);
+    }
+  });
 }
 
 void unpack_row(const Linear& linear, const uint8_t* arena, int64_t r, float* out) {

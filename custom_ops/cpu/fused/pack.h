@@ -43,6 +43,13 @@ void pack_rows(const Linear& linear, uint8_t* arena, int64_t first_row, const We
 
 void set_bias(const Linear& linear, uint8_t* arena, int64_t first_row, const float* values, int64_t count);
 
+// Packs rows [first_row, first_row + count) of `screen`, int4, from those of `head`, int8, which lie there already.
+//
+// A weight w becomes the nibble q nearest to (w - minimum) / step + dither, where dither depends on k alone, and stands for
+// minimum + step * (q - dither). Whatever the weights are, its error is then uniform in [-step / 2, step / 2) and independent
+// of the errors of the column's other weights, over the draw of the dithers (subtractive dithering, L. G. Roberts, 1962).
+void derive_screen(const Linear& head, const Linear& screen, uint8_t* arena, int64_t first_row, int64_t count, int num_threads);
+
 // Row n of a packed matrix, as the model counts rows, as floats [k].
 void unpack_row(const Linear& linear, const uint8_t* arena, int64_t n, float* out);
 

@@ -4,6 +4,7 @@
 #include "../kernels/thread_pool.h"
 #include "attention_plan.h"
 #include "gemm_run.h"
+#include "head.h"
 #include "layouts.h"
 #include "rows.h"
 #include "workspace.h"
@@ -235,41 +236,11 @@ struct Step {
     quantize(me, w.samples, h, h, nullptr, last, false);
   }
 
-  void head(Member& me) const {
-    const int64_t vocab = m.shape.vocab, rows = s.num_samples;
-    float* const best_values = w.best_values + me.index * rows;
-    int32_t* const best_ids = w.best_ids + me.index * rows;
-    const auto nothing = [](int64_t, int64_t, int64_t) {};
-    run_gemm<1>(me, m.head, for_linear(w.head, m.head), scratch(me), nothing, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
-      const int64_t columns = min_i(kPanel, vocab - panel * kPanel);
-      for (int64_t r = 0; r < n; ++r) {
-        const float* const row = values[0] + r * kPanel;
-        if (s.logits != nullptr) {
-          float* const target = s.logits + (first + r) * vocab + panel * kPanel;
-          for (int64_t v = 0; v < columns; v += kLanes) vstore_n(target + v, vload(row + v), min_i(kLanes, columns - v));
-        }
-        if (s.token_out != nullptr) take_best(row, columns, panel * kPanel, best_values + first + r, best_ids + first + r);
-      }
-    });
-  }
-
-  // Panels come in any order: of equal values the lowest id wins.
-  void take_best(const float* row, int64_t columns, int64_t first_id, float* value, int32_t* id) const {
-    Vec most = vset(-3.4e38f);
-    for (int64_t v = 0; v < columns; v += kLanes) most = vmax(most, vkeep_n(vload(row + v), min_i(kLanes, columns - v), vset(-3.4e38f)));
-    const float largest = vmaximum(most);
-    if (largest < *value) return;
-    for (int64_t i = 0; i < columns; ++i) {
-      const int32_t candidate = static_cast<int32_t>(first_id + i);
-      if (row[i] > *value || (row[i] == *value && candidate < *id)) *value = row[i], *id = candidate;
-    }
-  }
-
   void run(Member& me) const {
     if (s.num_tokens > 0) run_layers(me);
     if (s.num_samples == 0) return;
     last_norm(me);
-    if (s.logits != nullptr || s.token_out != nullptr) head(me);
+    if (s.logits != nullptr || s.token_out != nullptr) compute_head(me, m, s, w, scratch(me));
   }
 
   void run_layers(Member& me) const {

@@ -60,6 +60,7 @@ struct ModelView {
   const LayerView* layers;
   LinearView embedding;  // [vocab][hidden]
   LinearView head;       // the same when tied
+  LinearView screen;     // the head once more in four bits, for arg maxima; without weights: there is none
   const float* final_norm;
 };
 

@@ -6,6 +6,9 @@ namespace {
 
 constexpr int64_t kRowsCopied = 2;
 constexpr int64_t kPhasesPerLayer = 12;
+// More greedy rows read the whole LM head at once.
+constexpr int64_t kRowsScreened = 2;
+static_assert(kRowsScreened <= kTileRows, "the screen's rows are one tile");
 
 // Hands out aligned pieces; with base 0 it only measures.
 class Cutter {
@@ -66,6 +69,21 @@ RowSet cut_rows(Cutter* cutter, const ModelView& m, const StepArgs& s, int num_t
   return rows;
 }
 
+Screening cut_screening(Cutter* cutter, const ModelView& m, const StepArgs& s, const Activations& head) {
+  Screening screening{};
+  screening.used = m.screen.weights != nullptr && s.logits == nullptr && s.token_out != nullptr && s.num_samples <= kRowsScreened;
+  if (!screening.used) return screening;
+  const int64_t blocks = s.num_samples * (head.padded_k / kBlockK), strips = s.num_samples * m.screen.num_panels * (kPanel / kStrip);
+  screening.shifts = cutter->take<float>(blocks);
+  screening.energies = cutter->take<float>(blocks);
+  screening.scales = cutter->take<float>(s.num_samples);
+  screening.rounded = cutter->take<float>(s.num_samples);
+  screening.outliers = cutter->take<int64_t>(s.num_samples);
+  screening.likely = cutter->take<float>(strips);
+  screening.highest = cutter->take<float>(strips);
+  return screening;
+}
+
 // Of one thread, for a phase: attention's, or the sums of the widest linear's input.
 int64_t scratch_bytes(const ModelView& m, const StepArgs& s) {
   const LayerView& layer = m.layers[0];
@@ -99,6 +117,7 @@ Workspace cut(const ModelView& m, const StepArgs& s, int num_threads, uint8_t* b
   w.last = w.last_is_apart ? cut_rows(&cutter, m, s, num_threads, w.gated_stride, true) : w.all;
   w.samples = cutter.take<float>(r * m.shape.hidden);
   w.head = cut_activations(&cutter, m.head, m.head, r);
+  w.screening = cut_screening(&cutter, m, s, w.head);
   w.scratch_bytes = scratch_bytes(m, s);
   w.scratch = cutter.take<uint8_t>(num_threads * w.scratch_bytes);
   w.best_values = cutter.take<float>(num_threads * r);

@@ -24,6 +24,15 @@ struct RowSet {
   float* partials;    // of the splits
 };
 
+// What head.cpp knows of a few greedy rows.
+struct Screening {
+  bool used;
+  float *shifts, *energies;  // [blocks][R]
+  float *scales, *rounded;   // [R]
+  int64_t* outliers;         // [R]: blocks
+  float *likely, *highest;  // [R][strips]: the largest coarse logit, and the largest that the exact ones may be
+};
+
 struct Workspace {
   Team* team;
   float* qkv;  // [T][qkv_stride]
@@ -34,6 +43,7 @@ struct Workspace {
   bool last_is_apart;
   float* samples;    // [R][hidden]: rows that get logits, after the last norm
   Activations head;  // and as the LM head reads them
+  Screening screening;
   uint8_t* scratch;  // [threads][scratch_bytes]
   int64_t scratch_bytes;
   float* best_values;  // [threads][R]
