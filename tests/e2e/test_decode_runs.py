@@ -1,4 +1,7 @@
-"""The default model in runs of decode steps: every answer is what it is step by step."""
+"""The default model in runs of decode steps: every answer is what it is step by step.
+
+Runs of a second have as many steps as a plan may, on a busy machine as well.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def test_answers_are_those_of_single_steps(default_model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(default_model: Path) -> Iterator[Server]:
-    with running_server(default_model, "--max-model-len", "512", "--check-invariants", "--decode-run-ms", "100") as started:
+    with running_server(default_model, "--max-model-len", "512", "--check-invariants", "--decode-run-ms", "1000") as started:
         yield started
 
 
