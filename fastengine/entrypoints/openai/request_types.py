@@ -139,7 +139,13 @@ class GenerationFields(CommonFields, kw_only=True):
     return_token_ids: Annotated[bool | None, Meta(description="Return the prompt's and the answer's token ids.")] = None
     stream: Annotated[bool | None, Meta(description="Answer with server-sent events.")] = None
     stream_options: Annotated[StreamOptions | None, Meta(description="With stream: include_usage, continuous_usage_stats.")] = None
-    max_streaming_response_tokens: Annotated[Count | None, Meta(description="Tokens gathered per streamed chunk. Default 1.")] = None
+    max_streaming_response_tokens: Annotated[
+        Count | None,
+        Meta(
+            description="Tokens gathered per streamed chunk, at least. Default 1; a chunk holds more where they come together "
+            "(`--decode-run-ms`) or its reader is slow."
+        ),
+    ] = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
