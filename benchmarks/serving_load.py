@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,14 +49,16 @@ class Workload:
     def path(self) -> str:
         return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
 
-    def body(self, model: str, prompt: str, max_tokens: int) -> bytes:
+    def body(self, model: str, prompt: str, max_tokens: int, earlier: Sequence[tuple[str, str]] = ()) -> bytes:
+        """``earlier``: (prompt, answer) of the conversation's turns so far, which a server gets again with each new one."""
         body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.api == "chat":
             system = [{"role": "system", "content": self.system}] if self.system else []
-            body["messages"] = [*system, {"role": "user", "content": prompt}]
+            before = [{"role": role, "content": text} for turn in earlier for role, text in zip(("user", "assistant"), turn, strict=True)]
+            body["messages"] = [*system, *before, {"role": "user", "content": prompt}]
         else:
-            body["prompt"] = prompt
+            body["prompt"] = "".join(f"{asked}{answer}\n" for asked, answer in earlier) + prompt
         if self.ignore_eos:
             body["ignore_eos"] = True
         return json.dumps(body | self.extra_body).encode()
@@ -70,8 +72,14 @@ class Delta(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
+    index: int = 0
     text: str | None = None
     delta: Delta | None = None
+
+    @property
+    def content(self) -> str:
+        """What belongs to the answer: no reasoning, no tool calls."""
+        return self.text or (self.delta and self.delta.content) or ""
 
     def has_output(self) -> bool:
         delta = self.delta
@@ -111,6 +119,12 @@ class RequestRecord:
     ended: float = 0.0
     usage: Usage | None = None
     error: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The answer, the first of several."""
+        return "".join(self.pieces)
 
     @property
     def output_tokens(self) -> int:
@@ -145,6 +159,7 @@ async def _read_stream(connection: Connection, workload: Workload, body: bytes, 
                 record.error = f"error event: {str(chunk.error)[:300]}"
             if any(choice.has_output() for choice in chunk.choices):
                 record.chunk_times.append(read_at)
+                record.pieces += [choice.content for choice in chunk.choices if choice.index == 0]
             if chunk.usage is not None:
                 record.usage = chunk.usage
     if not done and not record.error:
@@ -153,7 +168,7 @@ async def _read_stream(connection: Connection, workload: Workload, body: bytes, 
 
 @dataclass(frozen=True)
 class Summary:
-    """One target at one concurrency in one round. Latencies in milliseconds."""
+    """One target at one concurrency in one round, or one turn of it. Latencies in milliseconds."""
 
     requests: int
     failures: int
@@ -214,19 +229,56 @@ def summarize(records: list[RequestRecord], wall_s: float, client_cpu_s: float) 
     )
 
 
-async def run_streams(target: Target, workload: Workload, prompts: list[list[str]], max_tokens: int) -> Summary:
-    """``len(prompts)`` streams at once, each sending its own prompts one after the other."""
+@dataclass(frozen=True)
+class TurnRecord:
+    turn: int  # from 0
+    request: RequestRecord
 
-    async def stream(own: list[str]) -> list[RequestRecord]:
+
+async def run_conversations(target: Target, workload: Workload, prompts: list[list[list[str]]], max_tokens: int) -> tuple[Summary, list[Summary]]:
+    """``len(prompts)`` streams at once, each with its own conversations one after the other: a conversation is what its user says, turn by turn.
+
+    A turn is sent as soon as the one before is answered, with all before it; a failure ends its conversation. Returns the summary of
+    everything and one of each turn, whose time is that of its requests added up: its tokens per second are those of one stream.
+    """
+
+    async def stream(own: list[list[str]]) -> list[TurnRecord]:
         connection = Connection(target.endpoint, workload.headers)
         try:
-            return [await send_request(connection, workload, workload.body(target.model, prompt, max_tokens)) for prompt in own]
+            return [record for turns in own for record in await _converse(connection, target, workload, turns, max_tokens)]
         finally:
             await connection.close()
 
     wall, cpu = time.perf_counter(), time.process_time()
-    records = await asyncio.gather(*(stream(own) for own in prompts))
-    return summarize([r for own in records for r in own], time.perf_counter() - wall, time.process_time() - cpu)
+    records = [record for own in await asyncio.gather(*(stream(own) for own in prompts)) for record in own]
+    whole = summarize([r.request for r in records], time.perf_counter() - wall, time.process_time() - cpu)
+    return whole, [_summarize_turn([r.request for r in records if r.turn == turn]) for turn in range(_most_turns(prompts))]
+
+
+async def _converse(connection: Connection, target: Target, workload: Workload, turns: list[str], max_tokens: int) -> list[TurnRecord]:
+    records: list[TurnRecord] = []
+    earlier: list[tuple[str, str]] = []
+    for turn, prompt in enumerate(turns):
+        record = await send_request(connection, workload, workload.body(target.model, prompt, max_tokens, earlier))
+        records.append(TurnRecord(turn, record))
+        if record.error:
+            break
+        earlier.append((prompt, record.text))
+    return records
+
+
+def _most_turns(prompts: list[list[list[str]]]) -> int:
+    return max((len(turns) for own in prompts for turns in own), default=0)
+
+
+def _summarize_turn(records: list[RequestRecord]) -> Summary:
+    busy_s = sum(r.ended - r.sent for r in records if not r.error)
+    return summarize(records, busy_s or float("nan"), float("nan"))
+
+
+async def run_streams(target: Target, workload: Workload, prompts: list[list[str]], max_tokens: int) -> Summary:
+    """``len(prompts)`` streams at once, each sending its own prompts one after the other, each prompt by itself."""
+    return (await run_conversations(target, workload, [[[prompt] for prompt in own] for own in prompts], max_tokens))[0]
 
 
 # --- prompts ----------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class FakeServer:
             return plain(200, {"data": [{"id": "fake"}]})
         request = json.loads(body)
         self.bodies.append(request)
-        if self.mode == "refuses":
+        if self.mode == "refuses" or (self.mode == "no_second_turn" and len(request["messages"]) > 1):
             return plain(429, {"error": {"message": "too many requests"}})
         return stream(list(self._events(path, request)), whole=self.mode != "hangs_up")
 
@@ -98,7 +98,7 @@ class FakeServer:
         if self.mode != "no_usage":
             usage: dict[str, Any] = {"completion_tokens": request["max_tokens"]}
             usage["prompt_tokens"] = len(prompt.split()) + (TEMPLATE_TOKENS if chat else 0)
-            if chat and len(request["messages"]) > 1:
+            if chat and len(request["messages"]) > 1:  # as if the first message had been cached
                 usage["prompt_tokens_details"] = {"cached_tokens": len(request["messages"][0]["content"].split())}
             yield json.dumps({"choices": [], "usage": usage})
         if self.mode != "no_done":
@@ -189,6 +189,57 @@ def test_a_common_system_message_counts_as_prompt(server: FakeServer, tmp_path: 
     assert "| 40% | 0 of 4 |" in capsys.readouterr().out
 
 
+def test_a_turn_sends_all_that_was_said_before(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--requests-per-stream", "2", "--input-tokens", "30", "--output-tokens", "3", "--turns", "3", "--turn-words", "5"]
+    code, cells = run_bench(["--url", server.url, "--concurrency", "2", *sizes], tmp_path, "--no-warmup")
+    assert code == 0
+    conversations: dict[str, list[list[dict[str, str]]]] = {}
+    for body in server.bodies[-12:]:
+        conversations.setdefault(body["messages"][0]["content"], []).append(body["messages"])
+    assert len(conversations) == 4
+    later_texts = set()
+    for first, second, third in conversations.values():
+        assert [message["role"] for message in third] == ["user", "assistant", "user", "assistant", "user"]
+        assert (third[:3], second[:1]) == (second, first)
+        assert [message["content"] for message in third if message["role"] == "assistant"] == [" a a a", " a a a"]
+        assert [len(message["content"].split()) for message in third[2::2]] == [5, 5]
+        later_texts |= {second[2]["content"], third[4]["content"]}
+    assert len(later_texts) == 8
+    cell = cells[0]
+    assert (cell["summary"]["requests"], [turn["requests"] for turn in cell["turns"]]) == (12, [4, 4, 4])
+    assert [turn["prompt_tokens"] for turn in cell["turns"]] == [4 * 30, 4 * 38, 4 * 46]
+    assert [turn["cached_prompt_share"] for turn in cell["turns"]] == [None, 21 / 38, 21 / 46]
+    assert sum(turn["output_tokens"] for turn in cell["turns"]) == cell["summary"]["output_tokens"] == 36
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| http")]
+    assert [row.split(" | ")[1:5] for row in rows[1:]] == [["2", "1", "30", "not told"], ["2", "2", "38", "55%"], ["2", "3", "46", "46%"]]
+
+
+def test_turns_of_completions_go_on_in_one_text(server: FakeServer, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("one\ntwo\n")
+    sizes = ["--concurrency", "1", "--requests-per-stream", "1", "--output-tokens", "2", "--turns", "2", "--dataset", str(tmp_path / "prompts")]
+    run_bench(["--url", server.url, "--api", "completions", *sizes], tmp_path, "--no-warmup")
+    first, second = (body["prompt"] for body in server.bodies)
+    assert (first, second) in [("one", "one a a\ntwo"), ("two", "two a a\none")]
+
+
+def test_repeated_conversations_are_one(server: FakeServer, tmp_path: Path) -> None:
+    sizes = ["--concurrency", "2", "--requests-per-stream", "2", "--output-tokens", "2", "--turns", "2", "--dataset", "repeated"]
+    run_bench(["--url", server.url, *sizes], tmp_path, "--no-warmup")
+    said = [tuple(message["content"] for message in body["messages"]) for body in server.bodies[-8:]]
+    assert sorted(map(len, said)) == [1] * 4 + [3] * 4
+    assert len(set(said)) == 2
+
+
+def test_a_failed_turn_ends_its_conversation(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.mode = "no_second_turn"
+    sizes = ["--concurrency", "2", "--requests-per-stream", "2", "--input-tokens", "20", "--output-tokens", "2", "--turns", "3"]
+    code, cells = run_bench(["--url", server.url, *sizes], tmp_path, "--no-warmup")
+    assert code == 1
+    assert [(turn["requests"], turn["failures"]) for turn in cells[0]["turns"]] == [(4, 0), (4, 4), (0, 0)]
+    assert (cells[0]["summary"]["requests"], cells[0]["summary"]["failures"]) == (8, 4)
+    assert "| 4 of 8 |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("mode", "error"),
     [
@@ -251,6 +302,9 @@ def test_a_server_that_is_not_there_ends_the_run(tmp_path: Path) -> None:
         ["--url", "http://x", "--dataset", "nowhere"],
         ["--url", "http://x", "--system-words", "20", "--api", "completions"],
         ["--url", "http://x", "--extra-body", "[1]"],
+        ["--url", "http://x", "--turns", "0"],
+        ["--url", "http://x", "--turn-words", "5"],
+        ["--url", "http://x", "--turn-words", "5", "--turns", "2", "--dataset", __file__],
     ],
 )
 def test_bad_command_lines_are_refused(arguments: list[str]) -> None:
