@@ -39,8 +39,11 @@ FLAGS = [
     "96",
     "--max-model-len",
     "256",
+    "--decode-run-ms",  # of its own accord a null model's worker is given single steps
+    "25",
 ]
 VOCAB_SIZE = 256
+NULL_TEXT = "\x05"  # what the null model says, again and again
 LEFT = "disconnected"
 # What must be as at the start once nothing runs. Gauges and sizes only; counters grow.
 SIZES = (
@@ -108,6 +111,8 @@ class Soak:
         body["request_id"] = f"soak-{number}"
         if self.random.random() < 0.1:
             body["n"] = self.random.randint(2, 4)
+        if self.random.random() < 0.1:
+            body["stop"] = [NULL_TEXT * self.random.randint(1, 40)]
         if self.random.random() < 0.05:
             body["timeout_s"] = self.random.uniform(0.01, 0.5)
         return body
@@ -199,7 +204,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--api-workers", type=int, default=2)
-    parser.add_argument("--flags", nargs="*", default=[], help="more flags of the server, each as --flags=--name=value")
+    parser.add_argument("--flags", nargs="*", action="extend", default=[], help="more flags of the server, each as --flags=--name=value")
     args = parser.parse_args()
     with local_server(str(MODEL), [*FLAGS, "--api-workers", str(args.api_workers), "--check-invariants", *args.flags]) as server:
         wrong = soak(server, args.requests, args.concurrency, args.seed)
