@@ -41,8 +41,8 @@ def main() -> int:
         nonlocal asked_to_stop
         asked_to_stop = True
         if service is not None:
-            at_once = orphaned() or signum == signal.SIGUSR2
-            service.request_stop(0.0 if at_once else config.server.shutdown_timeout)
+            nobody_waits = orphaned() or signum == signal.SIGUSR2
+            service.request_stop(0.0 if nobody_waits else config.server.shutdown_timeout, nobody_reads=nobody_waits)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGUSR2, stop)

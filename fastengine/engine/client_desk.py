@@ -122,8 +122,8 @@ class ClientDesk:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
 
-    def close(self) -> None:
-        self._outbox.close()
+    def close(self, *, nobody_reads: bool = False) -> None:
+        self._outbox.close(nobody_reads=nobody_reads)
         self._intake.close()
         if self._life_signs is not None:
             self._life_signs.close()

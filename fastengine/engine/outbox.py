@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 MAX_BACKLOG_BYTES = 64 << 20
 # While a backlog exists, how soon to try again when nothing else wakes the loop.
 RETRY_S = 0.02
+# What API processes that live get to read an ending engine's last words.
+LAST_WORDS_MS = 500
 
 
 class _Client:
@@ -88,8 +90,9 @@ class Outbox:
                 return
             client.backlog_bytes -= len(client.backlog.popleft())
 
-    def close(self, linger_ms: int = 500) -> None:
+    def close(self, *, nobody_reads: bool = False) -> None:
+        """``nobody_reads``: every client has ended, and a socket would look for them in vain for the time that last words get."""
         for client in self._clients.values():
-            client.socket.close(linger=linger_ms)
+            client.socket.close(linger=0 if nobody_reads else LAST_WORDS_MS)
         self._clients.clear()
         self._context.term()

@@ -98,6 +98,7 @@ class EngineService:
         self._crash_times: deque[float] = deque()
         self._status = EngineStatus(state="starting")
         self._stop_deadline: float | None = None
+        self._nobody_reads = False
         self._poll = select.poll()
 
     # -- life -----------------------------------------------------------------------------------
@@ -128,12 +129,16 @@ class EngineService:
             self._evidence.close()
             if self._spans is not None:
                 self._spans.close()
-            self._clients.close()
+            self._clients.close(nobody_reads=self._nobody_reads)
             self._bell.close()
             self._watchdog.close()
 
-    def request_stop(self, drain_s: float) -> None:
-        """Finish running requests for at most ``drain_s``, then end; at once when asked again. For a signal handler of the main thread."""
+    def request_stop(self, drain_s: float, *, nobody_reads: bool = False) -> None:
+        """Finish running requests for at most ``drain_s``, then end; at once when asked again. For a signal handler of the main thread.
+
+        ``nobody_reads``: all clients have ended.
+        """
+        self._nobody_reads |= nobody_reads
         self._stop_deadline = time.monotonic() + (drain_s if self._stop_deadline is None else 0.0)
         self._bell.ring()
 

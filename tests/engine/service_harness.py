@@ -120,6 +120,10 @@ class ServiceHarness:
                 assert isinstance(output, TokenOutput)
                 self.received[output.handle].add(output)
 
+    def hang_up(self) -> None:
+        """Read no more: what the service still sends finds nobody."""
+        self._inbox.close()
+
     def stop(self) -> None:
         self.service.request_stop(0.0)
         self.thread.join(PATIENCE_S)

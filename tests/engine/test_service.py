@@ -15,7 +15,7 @@ from fastengine.engine.intake import IntakeFailed, IntakeThread
 from fastengine.engine.launcher import WorkerGroup
 from fastengine.observability.request_log import read_requests
 from fastengine.protocol.control import IsPaused, Pause, Resume, UpdateWeights
-from tests.engine.service_harness import ServiceHarness, running_service
+from tests.engine.service_harness import PATIENCE_S, ServiceHarness, running_service
 from tests.engine.test_steps import assert_right, prompt
 
 
@@ -252,6 +252,16 @@ def test_a_stop_does_not_wait_for_steps_that_nobody_wants(short_tmp: Path) -> No
         service.thread.join(30)
         assert not service.thread.is_alive()
         assert time.monotonic() - began < 20
+
+
+def test_nothing_is_kept_for_clients_that_have_ended(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastengine.engine.outbox.LAST_WORDS_MS", int(1500 * PATIENCE_S))
+    with running_service(short_tmp) as service:
+        service.wait_state("ready")
+        service.hang_up()
+        service.service.request_stop(0.0, nobody_reads=True)
+        service.thread.join(PATIENCE_S)
+        assert not service.thread.is_alive()
 
 
 def test_the_status_says_why_nothing_runs(short_tmp: Path) -> None:
