@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.orders import WATCHDOG_S, Orders, misled_server
 from tests.server import Server, running_server
 
 TINY = Path(__file__).parent.parent / "golden" / "llama"
@@ -32,7 +33,21 @@ def tiny_server() -> Iterator[Server]:
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose processes tests may kill: it recovers, and each test leaves it serving."""
     dumps = tmp_path_factory.mktemp("dumps")
-    evidence = ("--crash-dump-dir", str(dumps), "--dump-requests", "16", "--log-requests", "--watchdog-timeout", "5")
+    evidence = ("--crash-dump-dir", str(dumps), "--dump-requests", "16", "--log-requests", "--watchdog-timeout", str(WATCHDOG_S))
     with running_server(TINY, *MORTAL_FLAGS, *evidence, "--restart-engine") as server:
         server.dumps = dumps
         yield server
+
+
+@pytest.fixture(scope="session")
+def misled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orders]:
+    """A server whose one rank does wrong what tests order it to; each test leaves it serving."""
+    with misled_server(TINY, 1, tmp_path_factory, *MORTAL_FLAGS) as orders:
+        yield orders
+
+
+@pytest.fixture(scope="session")
+def misled_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orders]:
+    """The same with two ranks, of which the last takes the orders."""
+    with misled_server(TINY, 2, tmp_path_factory, *MORTAL_FLAGS) as orders:
+        yield orders

@@ -4,77 +4,23 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import MORTAL_FLAGS, TINY
+from tests.e2e.conftest import TINY
+from tests.e2e.orders import WATCHDOG_S, Orders
 from tests.e2e.streams import stream_all
-from tests.server import Server, running_server, wait_ready
+from tests.server import Server, wait_ready
 
-WATCHDOG_S = 2
 STREAMS, TOKENS = 4, 100
 
-# Python runs a file of this name in every process at its start. Here the workers do at some places what a file in DIRECTORY named like the
-# place tells their rank: to send themselves a signal, or to take their time.
-SITE = """
-import os, signal, sys, time
-from pathlib import Path
-if any(part.endswith("worker/__main__.py") for part in sys.orig_argv) and "paddle.distributed.launch" not in sys.orig_argv:
-    def at(place):
-        orders = Path({directory!r}) / place
-        if orders.exists():
-            rank, what = orders.read_text().split()
-            if rank == os.environ["PADDLE_TRAINER_ID"]:
-                if what.startswith("SIG"):
-                    os.kill(os.getpid(), signal.Signals[what])
-                else:
-                    time.sleep(float(what))
-    def wrap(owner, name, place):
-        function = getattr(owner, name)
-        def wrapped(*args, **kwargs):
-            at(place)
-            return function(*args, **kwargs)
-        setattr(owner, name, wrapped)
-    from fastengine.worker.loader.mapped_file import MappedFile
-    from fastengine.worker.memory import Storage
-    from fastengine.worker.weight_updates import WeightUpdates
-    wrap(WeightUpdates, "_checked_model", "prepare")
-    wrap(MappedFile, "paged_in", "commit")
-    wrap(Storage, "restore", "wakeup")
-"""
 
-
-class Orders:
-    """What the server's workers are to do wrong."""
-
-    def __init__(self, server: Server, directory: Path, num_ranks: int):
-        self.server = server
-        self.directory = directory
-        self.last_rank = num_ranks - 1
-
-    def give(self, place: str, what: str) -> None:
-        (self.directory / place).write_text(f"{self.last_rank} {what}")
-
-    def take_back(self, place: str) -> None:
-        (self.directory / place).unlink()
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def orders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orders]:
-    directory = tmp_path_factory.mktemp("orders")
-    dumps = tmp_path_factory.mktemp("dumps")
-    (directory / "sitecustomize.py").write_text(SITE.format(directory=str(directory)))
-    flags = ("--watchdog-timeout", str(WATCHDOG_S), "--crash-dump-dir", str(dumps), "--max-worker-restarts", "20")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(directory))
-        with running_server(TINY, *MORTAL_FLAGS, *flags, "--tensor-parallel-size", str(request.param)) as server:
-            server.dumps = dumps
-            yield Orders(server, directory, request.param)
+@pytest.fixture(params=["misled", "misled_pair"], ids=["one rank", "two ranks"])
+def orders(request: pytest.FixtureRequest) -> Orders:
+    return request.getfixturevalue(request.param)
 
 
 def call(server: Server, path: str, **body: Any) -> httpx.Response:
@@ -123,14 +69,13 @@ def test_a_rank_that_hangs_in_a_commit_is_replaced_and_the_caller_told(orders: O
     assert "commit_weights" in json.loads(report.read_text().splitlines()[0])["reason"]
 
 
-@pytest.mark.parametrize("orders", [1], ids=["one rank"], indirect=True)
-def test_a_rank_that_dies_in_a_commit_leaves_the_old_weights(orders: Orders) -> None:
-    server = orders.server
+def test_a_rank_that_dies_in_a_commit_leaves_the_old_weights(misled: Orders) -> None:
+    server = misled.server
     undisturbed, checksum = stream_all(server, STREAMS, TOKENS), call(server, "/v1/weights_checksum").json()["result"]
     assert call(server, "/v1/pause").status_code == 200
-    orders.give("commit", "SIGKILL")
+    misled.give("commit", "SIGKILL")
     reply = call(server, "/v1/update_weights", model_path=str(TINY), version="new")
-    orders.take_back("commit")
+    misled.take_back("commit")
     assert reply.status_code == 503, reply.text
     lost = "the workers were lost (a worker process was killed from outside (no error in its log)) and are being started again"
     assert reply.json()["error"]["message"] == f"{lost}; {TINY} was not loaded, and version {checksum['weight_version']} is loaded again"
@@ -140,13 +85,12 @@ def test_a_rank_that_dies_in_a_commit_leaves_the_old_weights(orders: Orders) -> 
     assert stream_all(server, STREAMS, TOKENS) == undisturbed
 
 
-@pytest.mark.parametrize("orders", [1], ids=["one rank"], indirect=True)
-def test_a_wakeup_that_hangs_leaves_the_server_asleep(orders: Orders) -> None:
-    server = orders.server
+def test_a_wakeup_that_hangs_leaves_the_server_asleep(misled: Orders) -> None:
+    server = misled.server
     assert call(server, "/v1/sleep").status_code == 200
-    orders.give("wakeup", "SIGSTOP")
+    misled.give("wakeup", "SIGSTOP")
     reply = call(server, "/v1/wakeup")
-    orders.take_back("wakeup")
+    misled.take_back("wakeup")
     assert reply.status_code == 503, reply.text
     assert "still asleep" in reply.json()["error"]["message"]
     wait_ready(server)
@@ -155,14 +99,13 @@ def test_a_wakeup_that_hangs_leaves_the_server_asleep(orders: Orders) -> None:
     stream_all(server, STREAMS, TOKENS)
 
 
-@pytest.mark.parametrize("orders", [2], ids=["two ranks"], indirect=True)
-def test_a_rank_that_hangs_in_a_load_is_noticed_after_its_caller_was_told_504(orders: Orders) -> None:
-    server = orders.server
+def test_a_rank_that_hangs_in_a_load_is_noticed_after_its_caller_was_told_504(misled_pair: Orders) -> None:
+    server = misled_pair.server
     crashes = server.metric("worker_crashes_total")
     assert call(server, "/v1/pause").status_code == 200
-    orders.give("prepare", "SIGSTOP")
+    misled_pair.give("prepare", "SIGSTOP")
     reply = call(server, "/v1/update_weights", version="new", timeout_s=WATCHDOG_S / 4)
-    orders.take_back("prepare")
+    misled_pair.take_back("prepare")
     assert reply.status_code == 504, reply.text
     assert call(server, "/v1/update_weights", version="next").status_code == 503  # waits for its turn, which comes with the workers' end
     wait_ready(server)
@@ -171,15 +114,15 @@ def test_a_rank_that_hangs_in_a_load_is_noticed_after_its_caller_was_told_504(or
     assert server.metric("worker_crashes_total") == crashes + 1
 
 
-def test_a_load_that_is_slow_is_left_alone_while_it_moves(orders: Orders) -> None:
-    """Each tensor takes a quarter of the watchdog's time, all of them much more than that."""
-    server = orders.server
+def test_a_load_that_is_slow_is_left_alone_while_it_moves(misled_pair: Orders) -> None:
+    """Each tensor of the last rank takes an eighth of the watchdog's time, all of them much more than that."""
+    server = misled_pair.server
     undisturbed = stream_all(server, STREAMS, TOKENS)
     crashes = server.metric("worker_crashes_total")
     assert call(server, "/v1/pause").status_code == 200
-    orders.give("commit", str(WATCHDOG_S / 4))
+    misled_pair.give("commit", str(WATCHDOG_S / 8))
     reply = call(server, "/v1/update_weights", version="slow")
-    orders.take_back("commit")
+    misled_pair.take_back("commit")
     assert reply.json()["result"]["weight_version"] == "slow", reply.text
     assert reply.elapsed.total_seconds() > WATCHDOG_S * 1.5, "the load was not slow"
     assert call(server, "/v1/resume").status_code == 200

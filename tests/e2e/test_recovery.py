@@ -17,6 +17,7 @@ from fastengine.entrypoints.cli import main as cli
 from fastengine.observability.request_log import RequestRecord, read_requests
 from tests.e2e.conftest import MORTAL_FLAGS as FLAGS
 from tests.e2e.conftest import TINY
+from tests.e2e.orders import POISON, Orders
 from tests.e2e.streams import stream_all
 from tests.server import Server, running_server, wait_ready, wait_until
 
@@ -144,50 +145,35 @@ def test_a_stopped_process_counts_as_dead(mortal: Server, undisturbed: list[list
     assert stream_all(mortal, 4, TOKENS) == undisturbed[:4]
 
 
-def test_two_ranks_give_what_one_gives_and_survive_the_death_of_one(undisturbed: list[list[int]]) -> None:
-    with running_server(TINY, *FLAGS, "--tensor-parallel-size", "2") as server:
-        assert len(rank_pids(server)) == 2
-        assert stream_all(server, STREAMS, TOKENS) == undisturbed
-        assert httpx.post(server.url + "/v1/pause", json={"mode": "drain"}, timeout=30).status_code == 200
-        assert httpx.get(server.url + "/v1/is_paused", timeout=10).json()["result"]["is_paused"]
-        assert httpx.post(server.url + "/v1/resume", json={}, timeout=30).status_code == 200
-        assert stream_all(server, STREAMS, TOKENS, Blow(rank_pids(server)[1])) == undisturbed
-        assert server.metric("worker_crashes_total") == 1
+def test_two_ranks_give_what_one_gives_and_survive_the_death_of_one(misled_pair: Orders, undisturbed: list[list[int]]) -> None:
+    server = misled_pair.server
+    crashes = server.metric("worker_crashes_total")
+    assert len(rank_pids(server)) == 2
+    assert stream_all(server, STREAMS, TOKENS, Blow(rank_pids(server)[1])) == undisturbed
+    assert server.metric("worker_crashes_total") == crashes + 1
+    assert httpx.post(server.url + "/v1/pause", json={"mode": "drain"}, timeout=30).status_code == 200
+    assert httpx.get(server.url + "/v1/is_paused", timeout=10).json()["result"]["is_paused"]
+    assert httpx.post(server.url + "/v1/resume", json={}, timeout=30).status_code == 200
+    assert stream_all(server, 4, TOKENS) == undisturbed[:4]
 
 
-# Python runs a file of this name in every process at its start: here it makes the worker die in any step that has the poisoned prompt in it.
-POISON = [7, 7, 7, 7, 7]
-POISONED_SITE = f"""
-import os, signal, sys
-if any(part.endswith("worker/__main__.py") for part in sys.orig_argv) and "paddle.distributed.launch" not in sys.orig_argv:
-    from fastengine.worker.batch import PersistentBatch
-    rows_of = PersistentBatch.rows
-    def rows(batch, plan):
-        found, errors = rows_of(batch, plan)
-        if any(batch.tokens[slot, :{len(POISON)}].tolist() == {POISON} for slot in found.slots.tolist()):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return found, errors
-    PersistentBatch.rows = rows
-"""
-
-
-def test_a_request_that_kills_the_workers_twice_fails_alone(undisturbed: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sitecustomize.py").write_text(POISONED_SITE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+def test_a_request_that_kills_the_workers_twice_fails_alone(misled: Orders, undisturbed: list[list[int]]) -> None:
+    server = misled.server
+    crashes = server.metric("worker_crashes_total")
     body = {"model": "default", "prompt": POISON, "max_tokens": 4}
-    with running_server(TINY, *FLAGS) as server, ThreadPoolExecutor(1) as pool:
-        poisoned = []
+    poisoned = []
 
-        def poison(tokens: list[list[int]]) -> None:
-            if not poisoned and min(map(len, tokens)) >= 3:
-                poisoned.append(pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=100))
+    def poison(tokens: list[list[int]]) -> None:
+        if not poisoned and min(map(len, tokens)) >= 3:
+            poisoned.append(pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=100))
 
+    with ThreadPoolExecutor(1) as pool:
         assert stream_all(server, 8, TOKENS, poison) == undisturbed[:8]
         reply = poisoned[0].result()
-        assert reply.status_code == 500, reply.text
-        assert "crashed twice in a row" in reply.json()["error"]["message"]
-        assert server.metric("worker_crashes_total") == 2
-        assert stream_all(server, 4, TOKENS) == undisturbed[:4]  # and whoever comes later finds a sound server
+    assert reply.status_code == 500, reply.text
+    assert "crashed twice in a row" in reply.json()["error"]["message"]
+    assert server.metric("worker_crashes_total") == crashes + 2
+    assert stream_all(server, 4, TOKENS) == undisturbed[:4]  # and whoever comes later finds a sound server
 
 
 def test_an_api_process_that_can_never_work_ends_the_server_with_its_message(tmp_path: Path) -> None:
