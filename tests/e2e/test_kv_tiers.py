@@ -53,10 +53,9 @@ def block_files(directory: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    """Without tiers and with room for everything on the device."""
-    with running_server(TINY, *FLAGS, "--num-gpu-blocks-override", "400") as server:
-        return complete_all(server)
+def expected(tiny_server: Server) -> list[list[int]]:
+    """Without tiers."""
+    return complete_all(tiny_server)
 
 
 @pytest.fixture
@@ -116,9 +115,9 @@ def test_the_directory_goes_with_its_server_or_with_the_next(storage: Path, expe
         os.kill(server.find("fastengine.engine --"), signal.SIGKILL)
         wait_until(lambda: [*storage.iterdir()] not in ([], [first]), 60, "a directory of the next engine")
         (second,) = storage.iterdir()
-        with running_server(TINY, *FLAGS, *tiers(storage)):  # one that lives is left alone
+        with running_server(TINY, *FLAGS, *tiers(storage), ready=False):  # one that lives is left alone
+            wait_until(lambda: len(list(storage.iterdir())) == 2, 60, "a directory of another server")
             assert second.exists()
-            assert len(list(storage.iterdir())) == 2
         assert list(storage.iterdir()) == [second]
     assert list(storage.iterdir()) == []
 

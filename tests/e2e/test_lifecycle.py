@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -89,35 +89,40 @@ def test_a_second_ctrl_c_kills() -> None:
         thread.join(10)
 
 
+def stopped_in_the_middle(server: Server, pool: ThreadPoolExecutor) -> tuple[Future[httpx.Response], http.client.HTTPConnection, int]:
+    """A completion and a command, neither of which comes to its end: the worker (the pid) is stopped."""
+    worker = server.find("worker/__main__.py")
+    os.kill(worker, signal.SIGSTOP)
+    completion = pool.submit(complete, server, max_tokens=250)
+    wait_until(lambda: server.metric("num_requests_running") == 1, 10, "a running request")
+    command = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    command.request("POST", "/v1/weights_checksum", "{}")
+    assert httpx.get(server.url + "/v1/is_paused", timeout=10).status_code == 200  # which came to the engine after the command
+    return completion, command, worker
+
+
 def test_a_second_sigterm_hurries() -> None:
-    with running_server(TINY, *FLAGS, "--shutdown-timeout", "60") as server:
+    """And the engine does not wait for a command that nobody waits for any more, nor for a worker that does not end."""
+    with running_server(TINY, *FLAGS, "--shutdown-timeout", "60") as server, ThreadPoolExecutor(1) as pool:
         pids, runtime_dir = list(server.tree()), server.runtime_dir()
-        replies: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: replies.append(complete(server, max_tokens=250)))
-        os.kill(server.find("worker/__main__.py"), signal.SIGSTOP)
-        thread.start()
-        wait_until(lambda: server.metric("num_requests_running") == 1, 10, "a running request")
+        completion, command, _ = stopped_in_the_middle(server, pool)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "stopping" in server.output(), 5, "the announcement of the stop")
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit(20) == 0
-        thread.join(10)
-        assert replies[0].status_code == 503
-        assert "shutting down" in replies[0].json()["error"]["message"]
+        assert completion.result(10).status_code == command.getresponse().status == 503
+        assert "shutting down" in completion.result().json()["error"]["message"]
         assert "Traceback" not in server.output()
+        assert "killing them" not in server.output()
         expect_all_gone(pids, runtime_dir)
 
 
 def test_the_end_of_the_drain_is_a_503_and_takes_no_longer() -> None:
-    with running_server(TINY, *FLAGS, "--shutdown-timeout", "1") as server:
-        replies: list[httpx.Response] = []
-        os.kill(server.find("worker/__main__.py"), signal.SIGSTOP)
-        thread = threading.Thread(target=lambda: replies.append(complete(server, max_tokens=250)))
-        thread.start()
-        wait_until(lambda: server.metric("num_requests_running") == 1, 10, "a running request")
+    with running_server(TINY, *FLAGS, "--shutdown-timeout", "1") as server, ThreadPoolExecutor(1) as pool:
+        completion, command, worker = stopped_in_the_middle(server, pool)
         server.process.send_signal(signal.SIGTERM)
-        thread.join(5)
-        assert replies[0].status_code == 503
+        assert completion.result(5).status_code == command.getresponse().status == 503
+        os.kill(worker, signal.SIGCONT)
         assert server.wait_exit(20) == 0
         assert "Traceback" not in server.output()
         assert server.output().count("--shutdown-timeout") == 1
@@ -145,20 +150,6 @@ def test_sigterm_while_paused_ends_what_nobody_can_resume_at_once() -> None:
         assert "WARNING [api-" not in said
 
 
-def test_sigterm_during_a_command_that_hangs_still_ends_cleanly() -> None:
-    """The engine does not wait for what nobody waits for any more."""
-    with running_server(TINY, *FLAGS, "--shutdown-timeout", "11") as server:
-        assert httpx.post(server.url + "/v1/pause", json={}, timeout=10).status_code == 200
-        os.kill(server.find("worker/__main__.py"), signal.SIGSTOP)
-        update = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-        update.request("POST", "/v1/update_weights", "{}")
-        assert httpx.get(server.url + "/v1/is_paused", timeout=10).status_code == 200  # which came to the engine after the update
-        server.process.send_signal(signal.SIGTERM)
-        assert update.getresponse().status == 503
-        assert server.wait_exit() == 0
-        assert "killing them" not in server.output()
-
-
 def _ignore_transport_errors(call: object) -> None:
     try:
         call()  # type: ignore[operator]
@@ -166,22 +157,20 @@ def _ignore_transport_errors(call: object) -> None:
         return
 
 
-@pytest.mark.parametrize("victim", ["fastengine.entrypoints.api_server", "fastengine.engine --"])
-def test_kill_9_of_supervisor_or_engine_leaves_nothing(victim: str) -> None:
+def test_kill_9_of_the_supervisor_leaves_nothing() -> None:
     with running_server(TINY, *FLAGS) as server:
         pids, runtime_dir = list(server.tree()), server.runtime_dir()
-        os.kill(server.find(victim), signal.SIGKILL)
+        server.process.kill()
         assert server.wait_exit(GONE_WITHIN_S) != 0
         expect_all_gone(pids, runtime_dir)
-        if "engine" in victim.rpartition(".")[2]:
-            assert "somebody killed it" in server.output()
 
 
 @pytest.mark.parametrize("draining", [False, True], ids=["serving", "draining"])
-def test_a_server_that_ends_with_its_engine_tells_its_clients_first(draining: bool) -> None:
+def test_a_server_that_ends_with_its_engine_tells_its_clients_first_and_leaves_nothing(draining: bool) -> None:
     body = {"model": "default", "prompt": [5, 6], "max_tokens": 200, "ignore_eos": True}
     slow = ("--load-format", "null", "--null-step-time", "0.05")
     with running_server(TINY, *FLAGS, *slow, "--api-workers", "2") as server, ThreadPoolExecutor(7) as pool:
+        pids, runtime_dir = list(server.tree()), server.runtime_dir()
         whole = [pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=30) for _ in range(7)]
         with httpx.stream("POST", server.url + "/v1/completions", json={**body, "stream": True}, timeout=30) as reply:
             lines = reply.iter_lines()
@@ -195,7 +184,9 @@ def test_a_server_that_ends_with_its_engine_tells_its_clients_first(draining: bo
         assert "the engine has failed" in rest
         assert [call.result().status_code for call in whole] == [503] * 7
         assert server.wait_exit(GONE_WITHIN_S) == 1
+        assert "somebody killed it" in server.output()
         assert "did not end in time" not in server.output()
+        expect_all_gone(pids, runtime_dir)
 
 
 def test_a_worker_that_dies_at_start_ends_the_command_with_its_own_error(tmp_path: Path) -> None:
@@ -238,16 +229,16 @@ def test_a_bad_setting_is_refused_before_anything_starts(flags: tuple[str, ...],
 
 
 def test_an_idle_server_sleeps(mortal: Server) -> None:
-    """No thread polls: over five idle seconds no process of the server is woken more than a few times, or uses the processor."""
+    """No thread polls: over three idle seconds no process of the server is woken more than a few times, or uses the processor."""
     complete(mortal)
     pids = list(mortal.tree())
-    threading.Event().wait(1.0)
+    threading.Event().wait(0.5)
     before = {pid: (_switches(pid), _cpu_s(pid)) for pid in pids}
-    threading.Event().wait(5.0)
+    threading.Event().wait(3.0)
     woken = {mortal.tree().get(pid, "?")[:80]: _switches(pid) - before[pid][0] for pid in pids}
     ours = {command: count for command, count in woken.items() if "launch_ranks" not in command}  # Paddle's launcher polls once a second
-    assert all(count < 5 * 12 for count in ours.values()), woken
-    assert sum(_cpu_s(pid) - before[pid][1] for pid in pids) <= 0.05 + 2 / os.sysconf("SC_CLK_TCK")  # 1 % of one core
+    assert all(count < 3 * 12 for count in ours.values()), woken
+    assert sum(_cpu_s(pid) - before[pid][1] for pid in pids) <= 0.03 + 2 / os.sysconf("SC_CLK_TCK")  # 1 % of one core
 
 
 def _cpu_s(pid: int) -> float:

@@ -23,11 +23,10 @@ def without_cache(default_model: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def with_cache(default_model: Path) -> Iterator[Server]:
+@pytest.fixture
+def with_cache(default_server: Server) -> Server:
     """Each test has a salt of its own, so that it finds nothing of the others."""
-    with running_server(default_model, *FLAGS) as server:
-        yield server
+    return default_server
 
 
 def hits(server: Server) -> tuple[float, float]:
