@@ -15,6 +15,11 @@ import pytest
 GOLDEN = Path(__file__).parent / "golden"
 DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
+# Each new HTTP client would read the certificates of all authorities, which takes 28 ms of the processor: the tests make hundreds of
+# clients, of servers that have a certificate of their own or none. A folder's are read when one is looked for.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(GOLDEN)
+
 
 def find_default_model() -> Path | None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
