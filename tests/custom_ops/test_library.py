@@ -82,6 +82,7 @@ def test_a_failed_compile_shows_the_compilers_message_and_keeps_the_old_library(
     wrong.write_text("#error this kernel is wrong\n")
     monkeypatch.setattr(setup_ops, "PLAIN_SOURCES", [wrong])
     monkeypatch.setattr(setup_ops, "KERNEL_SOURCES", [])
+    monkeypatch.setattr(setup_ops, "FUSED_SOURCES", [])
     with pytest.raises(setup_ops.BuildError, match="this kernel is wrong"):
         setup_ops.build(tmp_path)
     assert old.read_text() == "old"
