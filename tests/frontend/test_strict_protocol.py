@@ -216,8 +216,9 @@ def test_a_reply_under_way_is_not_cut_into(start_server) -> None:
     for rest in (b"\x01 nonsense\r\n\r\n", CHUNKED + b"zz\r\n", POST + LENGTH * 2 + b"\r\n"):
         streamed, refused = ask(server, STREAMED, rest)
         assert streamed[0] == 200
-        assert streamed[2].endswith(b"data: [DONE]\n\n")
-        assert streamed[2].count(b"data: ") == 31
+        *events, done = [event.removeprefix(b"data: ") for event in streamed[2].split(b"\n\n")[:-1]]
+        assert done == b"[DONE]"
+        assert sum(len(json.loads(event)["choices"][0]["text"]) for event in events) == 30  # on a busy machine, several of the tokens in one
         assert refused[0] == 400
         assert error_of(refused)
 

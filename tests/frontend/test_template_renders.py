@@ -76,14 +76,14 @@ def test_bombs_harm_neither_ordinary_requests_nor_known_templates(start_server: 
     server = start_server()
     own = {"messages": HI, "max_tokens": 1, "chat_template": "{{ messages[0].content }}"}
     assert server.http.post("/v1/chat/completions", json=own).status_code == 200
-    with ThreadPoolExecutor(3) as pool:
-        bombs = [pool.submit(server.http.post, "/v1/chat/completions", json={**own, "chat_template": BOMB + str(i)}) for i in range(3)]
+    with ThreadPoolExecutor(2) as pool:
+        bombs = [pool.submit(server.http.post, "/v1/chat/completions", json={**own, "chat_template": BOMB + str(i)}) for i in range(2)]
         for body in (own, {"messages": HI, "max_tokens": 1}):
             assert server.http.post("/v1/chat/completions", json=body).status_code == 200
         assert not all(bomb.done() for bomb in bombs)
         replies = [bomb.result() for bomb in bombs]
-    # On a busy machine the last ones may have had to wait too long for the first.
+    # On a busy machine the last one may have had to wait too long for the first, and each may be out of time before it is over the limit.
     assert {reply.status_code for reply in replies} - {429} == {400}
     for error in (reply.json()["error"] for reply in replies):
         assert error["param"] == "chat_template"
-        assert "over the limit" in error["message"] or "other requests" in error["message"]
+        assert any(reason in error["message"] for reason in ("over the limit", "other requests", "took longer than"))
