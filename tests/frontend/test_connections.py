@@ -76,6 +76,12 @@ def tls_server(**flags: Any) -> Iterator[tuple[ApiServer, httpx.Client]]:
         directory.cleanup()
 
 
+@pytest.fixture
+def soon_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection whose request does not come is closed a moment after its time, not a second."""
+    monkeypatch.setattr("fastengine.frontend.http_protocol.CLOSE_MARGIN_S", 0.1)
+
+
 @pytest.fixture(params=["uvloop", "asyncio"])
 def event_loop_kind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both that an API process may run on: they shake hands each in its own way."""
@@ -114,7 +120,7 @@ def test_tls_handshakes_count_as_connections() -> None:
             assert one_more.get("/version").status_code == 200
 
 
-@pytest.mark.usefixtures("event_loop_kind")
+@pytest.mark.usefixtures("event_loop_kind", "soon_closed")
 def test_tls_connections_that_are_refused_do_not_stay() -> None:
     """Nor those that are closed for their silence: whoever does not say goodbye would count for half a minute."""
     with tls_server(max_connections=3, request_read_timeout=0.3) as (server, client):
@@ -251,6 +257,7 @@ def test_a_trickle_does_not_keep_a_connection(start_server) -> None:
         trickle(connect(server))
 
 
+@pytest.mark.usefixtures("soon_closed")
 def test_a_second_request_on_a_connection_has_its_own_time(start_server) -> None:
     server = start_server(request_read_timeout=0.4)
     connection = connect(server)
@@ -258,13 +265,14 @@ def test_a_second_request_on_a_connection_has_its_own_time(start_server) -> None
     for _ in range(3):  # idle in between for longer than a request may take
         connection.sendall(request)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        assert not is_closed(connection, 1.6)
+        assert not is_closed(connection, 0.7)
 
 
+@pytest.mark.usefixtures("soon_closed")
 def test_a_long_answer_is_not_cut_off(start_server) -> None:
     server = start_server(request_read_timeout=0.2)
     server.engine.step_s = 0.02
-    connection = open_request(server, {**CHAT, "max_tokens": 100, "stream": True})
+    connection = open_request(server, {**CHAT, "max_tokens": 40, "stream": True})
     connection.sendall(b"\r\nGET /heal")  # the beginning of another
     reply = bytearray()
     while b"[DONE]" not in reply:

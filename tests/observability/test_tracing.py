@@ -102,7 +102,8 @@ def test_a_request_that_never_ran_has_only_queued(collector: Collector) -> None:
         assert span.attributes["output_tokens"] == 0
 
 
-def test_a_collector_that_is_not_there_holds_up_nobody(collector: Collector) -> None:
+def test_a_collector_that_is_not_there_holds_up_nobody(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastengine.observability.tracing.EXPORT_TIMEOUT_S", 1)
     collector.close()
     tracer = Tracer(collector.url, instance="x", process="engine")
     tracer.record("queue", "", 1, 2, {})
