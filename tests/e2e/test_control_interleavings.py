@@ -55,12 +55,12 @@ class Interleaving:
             await settle
 
     async def _later(self, job: Any) -> None:
-        await asyncio.sleep(self.random.random() * 0.2)
+        await asyncio.sleep(self.random.random() * 0.1)
         await job
 
     async def _settle(self, running: asyncio.Future[Any]) -> None:
         while not running.done():
-            await asyncio.wait([running], timeout=0.3)
+            await asyncio.wait([running], timeout=0.15)
             await self._call("/v1/wakeup", {})
             await self._call("/v1/resume", {})
 

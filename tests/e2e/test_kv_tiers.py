@@ -21,7 +21,7 @@ DEVICE_BLOCKS, HOST_BLOCKS, DISK_BLOCKS = 40, 24, 600
 FLAGS = ("--block-size", str(BLOCK), "--max-model-len", "256", "--max-num-seqs", "4", "--check-invariants")
 # 30 layers of 3 heads with 16 tokens: keys and values of 64 int8 and their scale.
 REAL_BLOCK_BYTES = 30 * 3 * 16 * 2 * (64 + 4)
-NUM_PREFIXES, ROUNDS, MAX_TOKENS = 10, 3, 12
+NUM_PREFIXES, ROUNDS, MAX_TOKENS = 10, 2, 12
 
 
 def tiers(directory: Path) -> tuple[str, ...]:
