@@ -123,13 +123,16 @@ def test_a_prompt_that_ends_in_half_a_character(bytewise: TokenPieces, prompt: b
     assert "".join(detokenizer.feed(value) for value in output) + detokenizer.flush() == expected
 
 
+BYTES = TokenPieces([bytes([value]) for value in range(256)])
+
+
 @settings(max_examples=500, deadline=None)
 @given(st.text(max_size=3), st.integers(0, 4), st.binary(max_size=6), st.text(max_size=3))
 def test_any_prompt_and_output_bytes(prompt_text: str, cut: int, noise: bytes, output_text: str) -> None:
     encoded = (prompt_text + output_text).encode()
     split = min(len(encoded), len(prompt_text.encode()) + cut)
     prompt, output = encoded[:split], encoded[split:] + noise
-    detokenizer = PieceDetokenizer(TokenPieces([bytes([value]) for value in range(256)]), list(prompt))
+    detokenizer = PieceDetokenizer(BYTES, list(prompt))
     assert "".join(detokenizer.feed(value) for value in output) + detokenizer.flush() == expected_text(prompt, output)
 
 

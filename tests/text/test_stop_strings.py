@@ -36,7 +36,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
     st.text(alphabet="ab\n", max_size=24),
     st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), min_size=1, max_size=4),
@@ -96,7 +96,7 @@ def test_flush_gives_what_was_held() -> None:
     assert matcher.flush() == "END"
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     st.text(alphabet="ab", max_size=12),
     st.text(alphabet="ab", max_size=12),
