@@ -81,15 +81,15 @@ def test_collection_of_a_reference_cycle_stops_the_engine() -> None:
     wait_until(lambda: not alive(list(started)), 10, "the end of the engine's processes")
 
 
-def test_a_dead_engine_is_an_exception_and_closing_twice_is_fine() -> None:
-    before = set(children())
-    made = LLM(str(TINY), **FLAGS)
-    (engine,) = [pid for pid, command in process_tree(os.getpid()).items() if pid not in before and "fastengine.engine --" in command]
+def test_a_dead_engine_is_an_exception_and_closing_twice_is_fine(llm: LLM) -> None:
+    """The last of the tests that share it."""
+    engine = llm._connection.engine.process.pid
+    processes = list(process_tree(engine))
     os.kill(engine, signal.SIGKILL)
     with pytest.raises(EngineDied):
-        made.generate([[1, 2, 3]], SHORT, use_tqdm=False)
-    made.close()
-    made.close()
+        llm.generate([[1, 2, 3]], SHORT, use_tqdm=False)
+    llm.close()
+    llm.close()
     with pytest.raises(EngineDied, match="closed"):
-        made.generate([[1, 2, 3]], SHORT, use_tqdm=False)
-    wait_until(lambda: not (set(children()) - before), 10, "the end of the engine's processes")
+        llm.generate([[1, 2, 3]], SHORT, use_tqdm=False)
+    wait_until(lambda: not alive(processes), 10, "the end of the engine's processes")

@@ -22,7 +22,7 @@ def null_server() -> Iterator[LocalServer]:
 
 
 def test_nothing_is_left_over_after_random_aborts_disconnects_and_pauses(null_server: LocalServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert soak.soak(null_server, num_requests=300, concurrency=24, seed=7) == []
+    assert soak.soak(null_server, num_requests=150, concurrency=24, seed=7) == []
     told = capsys.readouterr().out
     for outcome in ("ended", "disconnected", "HTTP 400", "pause"):
         assert outcome in told
