@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from hypothesis import strategies as st
@@ -77,11 +77,11 @@ def cut(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def parse_everywhere(make: Callable[[], Parser], text: str) -> list[Any]:
-    """The result of the whole text, which every split in two and single characters must give too."""
+def parse_everywhere(make: Callable[[], Parser], text: str, places: Iterable[int] | None = None) -> list[Any]:
+    """The result of the whole text, which every split in two (at ``places`` only) and single characters must give too."""
     whole = parse(make(), [text])
     assert parse(make(), list(text)) == whole
-    for place in range(1, len(text)):
+    for place in range(1, len(text)) if places is None else places:
         assert parse(make(), [text[:place], text[place:]]) == whole, (text[:place], text[place:])
     return whole
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -90,7 +91,11 @@ def test_calls_read_back(rendering: str, calls: list[tuple[str, Any]], style: st
 def test_markers_in_arguments_are_text(rendering: str, marker: str) -> None:
     name, render = RENDERINGS[rendering]
     calls = [("f", {"a": f"x{marker}y", marker: [0, -1.5e3, True, None, {}]}), ("get_weather", {})]
-    assert calls_of(parse_everywhere(lambda: make(name), render(calls, json.dumps))) == calls
+    text, written = render(calls, json.dumps), json.dumps(marker)[1:-1]
+    found = [match.start() for match in re.finditer(re.escape(written), text)]
+    assert len(found) >= 2
+    places = [place for start in found for place in range(max(1, start), start + len(written) + 1)]
+    assert calls_of(parse_everywhere(lambda: make(name), text, places)) == calls
 
 
 PYTHON_ARGUMENTS = st.dictionaries(
@@ -147,7 +152,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(parts=st.lists(st.sampled_from([*FRAGMENTS, "Zq"]), max_size=14), cuts=CUTS)
 def test_any_text_at_any_cut(name: str, parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
