@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fastengine import LLM
 from tests.e2e.orders import WATCHDOG_S, Orders, misled_server
 from tests.server import Server, running_server
 
@@ -20,6 +21,14 @@ def default_server(default_model: Path) -> Iterator[Server]:
     """A server with the default model, two API processes and every check on."""
     with running_server(default_model, "--api-workers", "2", "--check-invariants", "--max-model-len", "2048") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def default_llm(default_model: Path) -> Iterator[LLM]:
+    """The default model offline, in runs of decode steps."""
+    flags = {"max_num_seqs": 8, "max_model_len": 512, "num_gpu_blocks_override": 64, "check_invariants": True, "decode_run_ms": 25.0}
+    with LLM(str(default_model), **flags) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from fastengine import LLM, SamplingParams
 from tests.conftest import load_golden
 from tests.server import Server
 
@@ -89,20 +90,17 @@ def test_metrics_are_the_same_from_every_api_process(default_server: Server) -> 
     assert {total() for _ in range(6)} == {before + 4}
 
 
-def test_offline_llm_gives_the_same_answer(default_model: Any) -> None:
-    from fastengine import LLM, SamplingParams
-
+def test_offline_llm_gives_the_same_answer(default_llm: LLM) -> None:
     rows = GOLDEN[:4]
-    with LLM(str(default_model), max_num_seqs=8, max_model_len=512) as llm:
-        outputs = llm.chat([row["messages"] for row in rows], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
-        for row, output in zip(rows, outputs, strict=True):
-            assert output.prompt_token_ids == row["prompt_ids"]
-            expected = sure_prefix(row)[:16]
-            assert output.outputs[0].token_ids[: len(expected)] == expected
-        stopped = llm.generate("1, 2, 3, 4,", SamplingParams(temperature=0, max_tokens=40, stop=("8",)), n=2, use_tqdm=False)[0]
-        assert [c.finish_reason for c in stopped.outputs] == ["stop", "stop"]
-        assert stopped.outputs[0].text == stopped.outputs[1].text
-        assert stopped.outputs[0].text.endswith("7, ")
-        with pytest.raises(Exception, match=r"\d"):
-            llm.generate([[1] * 600], use_tqdm=False)
-        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].finish_reason == "length"
+    outputs = default_llm.chat([row["messages"] for row in rows], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+    for row, output in zip(rows, outputs, strict=True):
+        assert output.prompt_token_ids == row["prompt_ids"]
+        expected = sure_prefix(row)[:16]
+        assert output.outputs[0].token_ids[: len(expected)] == expected
+    stopped = default_llm.generate("1, 2, 3, 4,", SamplingParams(temperature=0, max_tokens=40, stop=("8",)), n=2, use_tqdm=False)[0]
+    assert [c.finish_reason for c in stopped.outputs] == ["stop", "stop"]
+    assert stopped.outputs[0].text == stopped.outputs[1].text
+    assert stopped.outputs[0].text.endswith("7, ")
+    with pytest.raises(Exception, match=r"\d"):
+        default_llm.generate([[1] * 600], use_tqdm=False)
+    assert default_llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].finish_reason == "length"
