@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.e2e.conftest import TINY
 from tests.e2e.orders import WATCHDOG_S, Orders
@@ -16,11 +15,6 @@ from tests.e2e.streams import stream_all
 from tests.server import Server, wait_ready
 
 STREAMS, TOKENS = 4, 100
-
-
-@pytest.fixture(params=["misled", "misled_pair"], ids=["one rank", "two ranks"])
-def orders(request: pytest.FixtureRequest) -> Orders:
-    return request.getfixturevalue(request.param)
 
 
 def call(server: Server, path: str, **body: Any) -> httpx.Response:
@@ -40,17 +34,17 @@ def start_streams(server: Server, pool: ThreadPoolExecutor) -> Future[list[list[
     return streams
 
 
-def test_a_rank_that_hangs_in_a_commit_is_replaced_and_the_caller_told(orders: Orders) -> None:
-    server = orders.server
+def test_a_rank_that_hangs_in_a_commit_is_replaced_and_the_caller_told(misled_pair: Orders) -> None:
+    server = misled_pair.server
     undisturbed = stream_all(server, STREAMS, TOKENS)
     crashes, reports = server.metric("worker_crashes_total"), len(list(server.dumps.iterdir()))
     version = httpx.get(server.url + "/v1/server_info", timeout=10).json()["result"]["weight_version"]
     with ThreadPoolExecutor(1) as pool:
         streams = start_streams(server, pool)
         assert call(server, "/v1/pause", mode="in_place").status_code == 200
-        orders.give("commit", "SIGSTOP")
+        misled_pair.give("commit", "SIGSTOP")
         reply = call(server, "/v1/update_weights", model_path=str(TINY), version="new")
-        orders.take_back("commit")
+        misled_pair.take_back("commit")
         assert reply.status_code == 503, reply.text
         message = reply.json()["error"]["message"]
         assert "the command commit_weights on rank" in message
