@@ -20,14 +20,9 @@ struct FloatKernel {
     for (int64_t i = 0; i < num_rows * d; i += kLanes) vstore(queries + i, vmul(vload(rows + i), vset(in.scale)));
   }
 
-  FE_MEMBER Chunk chunk_of(const AttentionInput& in, const Piece* pieces) const {
-    const KvLayer& c = in.cache;
-    Chunk out;
-    for (int64_t i = 0; i < kChunk / 16; ++i) {
-      out.keys[i] = static_cast<const T*>(c.key) + pieces[i].base * c.head_dim + pieces[i].offset;
-      out.values[i] = static_cast<const T*>(c.value) + (pieces[i].base + pieces[i].offset) * c.head_dim;
-    }
-    return out;
+  FE_MEMBER void place(const AttentionInput& in, const Piece& piece, int64_t i, Chunk* out) const {
+    out->keys[i] = static_cast<const T*>(in.cache.key) + piece.base * d + piece.offset;
+    out->values[i] = static_cast<const T*>(in.cache.value) + (piece.base + piece.offset) * d;
   }
 
   FE_MEMBER void prepare(const Chunk&, const Chunk&, int64_t) {}

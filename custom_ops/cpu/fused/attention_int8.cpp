@@ -132,17 +132,13 @@ struct Int8Kernel {
     istore(starts + first, iadd(sums, iset(kMagicBits)));
   }
 
-  FE_MEMBER Chunk chunk_of(const AttentionInput& in, const Piece* pieces) const {
+  FE_MEMBER void place(const AttentionInput& in, const Piece& piece, int64_t i, Chunk* out) const {
     const KvLayer& c = in.cache;
-    Chunk out;
-    for (int64_t i = 0; i < kChunk / 16; ++i) {
-      const auto [base, offset] = pieces[i];
-      out.keys[i] = static_cast<const uint8_t*>(c.key) + base * c.head_dim + offset * 4;
-      out.values[i] = static_cast<const int8_t*>(c.value) + (base + offset) * c.head_dim;
-      out.key_scales[i] = c.key_scale + base + offset;
-      out.value_scales[i] = c.value_scale + base + offset;
-    }
-    return out;
+    const auto [base, offset] = piece;
+    out->keys[i] = static_cast<const uint8_t*>(c.key) + base * d + offset * 4;
+    out->values[i] = static_cast<const int8_t*>(c.value) + (base + offset) * d;
+    out->key_scales[i] = c.key_scale + base + offset;
+    out->value_scales[i] = c.value_scale + base + offset;
   }
 
   FE_MEMBER void prepare(const Chunk& chunk, const Chunk& next, int64_t visible) {

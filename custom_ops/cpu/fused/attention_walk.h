@@ -2,7 +2,8 @@
 //
 // A Kernel has
 //   Kernel(in, queries, num_rows, scratch)   takes the task's query rows, rotated
-//   Chunk chunk_of(in, pieces)   where the keys and values of a chunk's pieces are
+//   Chunk   where the keys and values of a chunk's pieces are
+//   void place(in, piece, i, chunk)   makes `piece` the chunk's number i
 //   void prepare(chunk, next, visible)   once per chunk, before its groups; `visible` positions are written
 //   group<kRows>(chunk, next, request, target)
 // and group() brings target.maxima, .sums and .out of its rows up to date with what the chunk gives, as target.use says.
@@ -93,9 +94,11 @@ class PieceWalk {
     head_ = task.kv_head;
   }
   FE_MEMBER Piece current() const { return {(*block_ * in_.cache.num_kv_heads + head_) * in_.cache.block_size, offset_}; }
-  FE_MEMBER void advance() {
+  FE_MEMBER Piece take() {
+    const Piece piece = current();
     offset_ += 16;
     if (offset_ == in_.cache.block_size) offset_ = 0, ++block_;
+    return piece;
   }
 
  private:
@@ -108,11 +111,16 @@ class PieceWalk {
 FE_INLINE int64_t first_piece_of(const AttentionTask& task) { return task.first_chunk * (kChunk / 16); }
 FE_INLINE int64_t end_piece_of(const AttentionTask& task) { return min_i(task.last_chunk * (kChunk / 16), ceil_div(task.first_position + task.num_queries, 16)); }
 
-// The `num_pieces` pieces of chunk `chunk`. Those behind repeat the last one: they are read, but count for nothing.
-FE_INLINE void pieces_of_chunk(const AttentionInput& in, const AttentionTask& task, int64_t chunk, int64_t num_pieces, Piece* out) {
-  PieceWalk walk(in, task, chunk * (kChunk / 16));
-  for (int64_t i = 0; i < num_pieces; ++i, walk.advance()) out[i] = walk.current();
-  for (int64_t i = num_pieces; i < kChunk / 16; ++i) out[i] = out[num_pieces - 1];
+// The next `num_pieces` pieces of a walk. Those behind repeat the last one: they are read, but count for nothing.
+// One piece at a time, and not copied: vectors of what was just written in parts are read only when the processor is done with
+// all that it wrote before, and that is a row of keys, in 16 cache lines that it must get first.
+template <typename Kernel, typename Next>
+FE_INLINE void fill_chunk(const Kernel& kernel, const AttentionInput& in, int64_t num_pieces, const Next& next_piece, typename Kernel::Chunk* out) {
+  Piece piece{0, 0};
+  for (int64_t i = 0; i < kChunk / 16; ++i) {
+    if (i < num_pieces) piece = next_piece();
+    kernel.place(in, piece, i, out);
+  }
 }
 
 // What a thread will walk kAhead pieces after what it has in hand, whichever task that belongs to. For each piece that
@@ -126,14 +134,10 @@ class PiecesAhead {
     settle();
   }
 
-  // The next `num_pieces`, filled up as in pieces_of_chunk().
-  FE_MEMBER void take(int64_t num_pieces, Piece* out) {
-    for (int64_t i = 0; i < num_pieces; ++i) {
-      out[i] = walk_.current();
-      walk_.advance();
-      if (++piece_ == last_) settle();
-    }
-    for (int64_t i = num_pieces; i < kChunk / 16; ++i) out[i] = out[num_pieces - 1];
+  FE_MEMBER Piece take() {
+    const Piece piece = walk_.take();
+    if (++piece_ == last_) settle();
+    return piece;
   }
 
  private:
@@ -219,11 +223,10 @@ FE_INLINE void walk(const AttentionInput& in, const AttentionTask* tasks, const 
   PiecesAhead pieces_ahead(in, tasks, end_of_tasks);
   for (int64_t i = task.first_chunk; i < task.last_chunk; ++i) {
     const int64_t begin = i * kChunk, visible = min_i(kChunk, end - begin), num_pieces = ceil_div(visible, 16);
-    Piece pieces[kChunk / 16];
-    pieces_of_chunk(in, task, i, num_pieces, pieces);
-    const typename Kernel::Chunk chunk = kernel.chunk_of(in, pieces);
-    pieces_ahead.take(num_pieces, pieces);
-    const typename Kernel::Chunk next = kernel.chunk_of(in, pieces);
+    typename Kernel::Chunk chunk, next;
+    PieceWalk pieces(in, task, i * (kChunk / 16));
+    fill_chunk(kernel, in, num_pieces, [&]() __attribute__((always_inline)) { return pieces.take(); }, &chunk);
+    fill_chunk(kernel, in, num_pieces, [&]() __attribute__((always_inline)) { return pieces_ahead.take(); }, &next);
     kernel.prepare(chunk, next, visible);
     float* const results = partials + i * partial_floats(num_rows, d);
     for (int64_t first = 0, query = 0, head = 0; first < num_rows; first += kGroupRows) {
