@@ -39,7 +39,19 @@ KERNEL_SOURCES = [
 # The fused step has a set more, AVX2 with the int8 dot product, and its AVX-512 version needs that product as well: fused/step_isa.h.
 FUSED_SOURCES = [
     CPU / "fused" / f"{name}.cpp"
-    for name in ("attention_float", "attention_int8", "gemm_float", "gemm_int", "head", "kv_write", "quantize", "roofline", "step", "workspace")
+    for name in (
+        "attention_float",
+        "attention_int8",
+        "gemm_float",
+        "gemm_int",
+        "head",
+        "heads",
+        "kv_write",
+        "quantize",
+        "roofline",
+        "step",
+        "workspace",
+    )
 ]
 INSTRUCTION_SETS = {
     "avx2": ["-mavx2", "-mfma"],

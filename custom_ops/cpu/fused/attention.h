@@ -56,9 +56,18 @@ struct NewRows {
   const int32_t *positions, *slot_mapping;
 };
 
+// Queries over an int8 cache, rotated and in eight bits, with what else attention knows of them.
+struct FinishedQueries {
+  int64_t num_rows;
+  int8_t* values;   // [num_heads][num_rows][head_dim]
+  float* scales;    // [num_heads][num_rows], of scores
+  int32_t* starts;  // [num_heads][num_rows]: kMagic's bits less 128 times the sum of a row, which cancels that keys are stored plus 128
+};
+
 struct AttentionInput {
   KvLayer cache;
-  const float* qkv;  // [tokens][qkv_stride], as QKV left it
+  const float* qkv;  // [tokens][qkv_stride], as QKV left it; unless there are
+  FinishedQueries finished;  // whose keys and values are stored as well; or null
   int64_t qkv_stride;
   float* out;  // [rows][num_heads * head_dim]
   int64_t num_heads;
@@ -77,6 +86,12 @@ FE_INLINE int64_t partial_floats(int64_t num_rows, int64_t head_dim) { return 2 
 
 // Stores one token's key and value row of one head at `slot`.
 void write_kv(const KvLayer& cache, int64_t slot, int64_t head, const float* key, const float* value);
+// In an int8 cache: rows [num_rows][head_dim] of one head, but for those whose slot is negative.
+void write_keys(const KvLayer& cache, const int32_t* slots, int64_t num_rows, int64_t head, const float* rows);
+void write_values(const KvLayer& cache, const int32_t* slots, int64_t num_rows, int64_t head, const float* rows);
+
+// Rows [num_rows][head_dim] of rotated queries, as FinishedQueries has them.
+void quantize_queries(const float* rows, int64_t num_rows, int64_t head_dim, float score_scale, int8_t* values, float* scales, int32_t* starts);
 
 int64_t attention_scratch_bytes(int64_t head_dim, int64_t rotary_dim);
 // Walks the first of `tasks`; those from there on to `end` are what this thread will probably walk afterwards.

@@ -15,8 +15,11 @@ struct FloatKernel {
   int64_t block_size, d;
   float* queries;  // [rows][head_dim], scaled
 
-  FE_MEMBER FloatKernel(const AttentionInput& in, const float* rows, int64_t num_rows, void* scratch)
-      : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<float*>(scratch)) {
+  FE_MEMBER FloatKernel(const AttentionInput& in, void* scratch) : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<float*>(scratch)) {}
+
+  FE_MEMBER bool take_finished(const AttentionInput&, const AttentionTask&) { return false; }
+
+  FE_MEMBER void take(const AttentionInput& in, const float* rows, int64_t num_rows) {
     for (int64_t i = 0; i < num_rows * d; i += kLanes) vstore(queries + i, vmul(vload(rows + i), vset(in.scale)));
   }
 

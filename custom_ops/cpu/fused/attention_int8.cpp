@@ -74,6 +74,31 @@ FE_INLINE Vec across(const Vec* x, const Op& op) {
 }
 #endif
 
+template <int kRows>
+FE_INLINE void quantize_rows(const float* rows, int64_t d, float score_scale, int8_t* values, float* scales, int32_t* starts) {
+  // 127, or less where a sum of so many products could become too large.
+  const float levels = static_cast<float>(min_i(127, (kLargestSum - 1) / (127 * d)));
+  Vec most[kRows], totals[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    most[r] = vzero();
+    for (int64_t i = 0; i < d; i += kLanes) most[r] = vmax(most[r], vabs(vload(rows + r * d + i)));
+  }
+  const Vec largest = across<kRows>(most, vmax), scale = vdiv(largest, vset(levels));
+  alignas(64) float inverses[kLanes];
+  vstore(inverses, vmin(vdiv(vset(levels), largest), vset(3.0e38f)));
+  for (int r = 0; r < kRows; ++r) {
+    IVec total = iset(0);
+    for (int64_t i = 0; i < d; i += kLanes) {
+      const IVec q = to_ints(vmul(vload(rows + r * d + i), vset(inverses[r])));
+      total = iadd(total, q);
+      store_bytes(q, values + r * d + i);
+    }
+    totals[r] = to_floats(total);
+  }
+  vstore_n(scales, vmul(scale, vset(score_scale)), kRows);
+  istore_n(starts, iadd(to_ints(vmul(across<kRows>(totals, vadd), vset(-128.0f))), iset(kMagicBits)), kRows);
+}
+
 struct Int8Kernel {
   static constexpr int64_t kLeast = 2 * kLanes;  // positions are computed in multiples of this
 
@@ -84,53 +109,31 @@ struct Int8Kernel {
   };
 
   int64_t block_size, d;
-  int8_t* queries;                 // [rows][head_dim]
-  alignas(64) float scales[kTaskRows + kLanes];
-  // kMagic's bits less 128 times the sum of a row's query: keys are stored plus 128, and sums are floats of kMagic more.
-  alignas(64) int32_t starts[kTaskRows + kLanes];
+  // As FinishedQueries has them, of the task's rows.
+  int8_t* queries;
+  alignas(64) float scales[kTaskRows];
+  alignas(64) int32_t starts[kTaskRows];
   // Of the chunk in hand; positions that nobody has written weigh nothing.
   alignas(64) float key_scales[kChunk], key_offsets[kChunk], value_logs[kChunk], value_inverses[kChunk];
 
-  FE_MEMBER Int8Kernel(const AttentionInput& in, const float* rows, int64_t num_rows, void* scratch)
-      : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<int8_t*>(scratch)) {
-    int64_t r = 0;
-    for (; r + kGroupRows <= num_rows; r += kGroupRows) quantize<kGroupRows>(rows, r, in.scale);
-    switch (num_rows - r) {
-      case 1: quantize<1>(rows, r, in.scale); break;
-      case 2: quantize<2>(rows, r, in.scale); break;
-      case 3: quantize<3>(rows, r, in.scale); break;
-      case 4: quantize<4>(rows, r, in.scale); break;
-      case 5: quantize<5>(rows, r, in.scale); break;
-      default: break;
+  FE_MEMBER Int8Kernel(const AttentionInput& in, void* scratch) : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<int8_t*>(scratch)) {}
+
+  FE_MEMBER bool take_finished(const AttentionInput& in, const AttentionTask& task) {
+    const FinishedQueries& f = in.finished;
+    if (f.values == nullptr) return false;
+    const int64_t heads = in.num_heads / in.cache.num_kv_heads;
+    for (int64_t h = 0; h < heads; ++h) {
+      int64_t from = (task.kv_head * heads + h) * f.num_rows + task.first_row;
+      for (int64_t row = h; row < task.num_queries * heads; row += heads, ++from) {
+        for (int64_t i = 0; i < d; i += 4 * kLanes) istore(queries + row * d + i, iload(f.values + from * d + i));
+        scales[row] = f.scales[from];
+        starts[row] = f.starts[from];
+      }
     }
+    return true;
   }
 
-  // Query rows from `first` on.
-  template <int kRows>
-  FE_MEMBER void quantize(const float* rows, int64_t first, float score_scale) {
-    // 127, or less where a sum of so many products could become too large.
-    const float levels = static_cast<float>(min_i(127, (kLargestSum - 1) / (127 * d)));
-    Vec most[kRows], totals[kRows];
-    for (int r = 0; r < kRows; ++r) {
-      most[r] = vzero();
-      for (int64_t i = 0; i < d; i += kLanes) most[r] = vmax(most[r], vabs(vload(rows + (first + r) * d + i)));
-    }
-    const Vec largest = across<kRows>(most, vmax), scale = vdiv(largest, vset(levels));
-    alignas(64) float inverses[kLanes];
-    vstore(inverses, vmin(vdiv(vset(levels), largest), vset(3.0e38f)));
-    for (int r = 0; r < kRows; ++r) {
-      IVec total = iset(0);
-      for (int64_t i = 0; i < d; i += kLanes) {
-        const IVec q = to_ints(vmul(vload(rows + (first + r) * d + i), vset(inverses[r])));
-        total = iadd(total, q);
-        store_bytes(q, queries + (first + r) * d + i);
-      }
-      totals[r] = to_floats(total);
-    }
-    vstore(scales + first, vmul(scale, vset(score_scale)));
-    const IVec sums = to_ints(vmul(across<kRows>(totals, vadd), vset(-128.0f)));
-    istore(starts + first, iadd(sums, iset(kMagicBits)));
-  }
+  FE_MEMBER void take(const AttentionInput& in, const float* rows, int64_t num_rows) { quantize_queries(rows, num_rows, d, in.scale, queries, scales, starts); }
 
   FE_MEMBER void place(const AttentionInput& in, const Piece& piece, int64_t i, Chunk* out) const {
     const KvLayer& c = in.cache;
@@ -319,6 +322,21 @@ struct Int8Kernel {
 };
 
 }  // namespace
+
+void quantize_queries(const float* rows, int64_t num_rows, int64_t head_dim, float score_scale, int8_t* values, float* scales, int32_t* starts) {
+  constexpr int64_t kTogether = 6;
+  const int64_t d = head_dim;
+  const auto next = [&](int64_t n) { num_rows -= n, rows += n * d, values += n * d, scales += n, starts += n; };
+  for (; num_rows >= kTogether; next(kTogether)) quantize_rows<kTogether>(rows, d, score_scale, values, scales, starts);
+  switch (num_rows) {
+    case 1: return quantize_rows<1>(rows, d, score_scale, values, scales, starts);
+    case 2: return quantize_rows<2>(rows, d, score_scale, values, scales, starts);
+    case 3: return quantize_rows<3>(rows, d, score_scale, values, scales, starts);
+    case 4: return quantize_rows<4>(rows, d, score_scale, values, scales, starts);
+    case 5: return quantize_rows<5>(rows, d, score_scale, values, scales, starts);
+    default: return;
+  }
+}
 
 void attention_int8(const AttentionInput& in, const AttentionTask* tasks, const AttentionTask* end, void* scratch) {
   walk<Int8Kernel>(in, tasks, end, scratch);

@@ -1,7 +1,9 @@
 // What attention does whatever its cache holds: chunks, groups of rows, splits.
 //
 // A Kernel has
-//   Kernel(in, queries, num_rows, scratch)   takes the task's query rows, rotated
+//   Kernel(in, scratch)
+//   bool take_finished(in, task)   takes the task's query rows as QKV finished them, if it did
+//   void take(in, queries, num_rows)   else takes them as floats, rotated
 //   Chunk   where the keys and values of a chunk's pieces are
 //   void place(in, piece, i, chunk)   makes `piece` the chunk's number i
 //   void prepare(chunk, next, visible)   once per chunk, before its groups; `visible` positions are written
@@ -214,8 +216,11 @@ FE_INLINE void walk(const AttentionInput& in, const AttentionTask* tasks, const 
   const AttentionTask& task = *tasks;
   const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads, num_rows = task.num_queries * heads, padded = padded_rows(num_rows);
   float *const queries = static_cast<float*>(scratch), *const out = queries + kTaskRows * d, *const own = out + kTaskRows * d;
-  take_queries(in, task, own, queries);
-  Kernel kernel(in, queries, num_rows, own + rotation_floats(d, in.new_rows.rotary_dim));
+  Kernel kernel(in, own + rotation_floats(d, in.new_rows.rotary_dim));
+  if (!kernel.take_finished(in, task)) {
+    take_queries(in, task, own, queries);
+    kernel.take(in, queries, num_rows);
+  }
   TaskState state;
   const bool is_split = task.split >= 0;
   float* const partials = is_split ? in.partials + in.splits[task.split].partials_at : nullptr;

@@ -35,9 +35,11 @@ FE_INLINE void expect_write(const float* p) {
 // Calls epilogue(first_row, num_rows, panel, values) for up to kChunkRows rows of every panel; values is
 // [kPanels][num_rows][32] of the kPanels panels from `panel` on, which one thread computes together.
 // expect(first_row, num_rows, panel) comes before, and may ask for the memory that the epilogue writes.
-template <int kPanels, typename Expect, typename Epilogue>
+// kSplitsRows: those rows are a task, not all of a panel: for few tasks of many rows.
+template <int kPanels, bool kSplitsRows = false, typename Expect, typename Epilogue>
 FE_INLINE void run_gemm(Member& me, const LinearView& w, Activations a, uint8_t* scratch, const Expect& expect, const Epilogue& epilogue) {
-  const int64_t num_tasks = ceil_div(w.num_panels, kPanels), num_tiles = ceil_div(a.num_rows, kTileRows);
+  const int64_t num_tiles = ceil_div(a.num_rows, kTileRows), num_chunks = ceil_div(num_tiles, kChunkTiles), splits = kSplitsRows ? num_chunks : 1;
+  const int64_t num_tasks = ceil_div(w.num_panels, kPanels) * splits;
   // By a thread that has something to do: one that comes too late may find the next phase's activations.
   bool has_pairs = w.layout != Layout::kInt4;
   for_tasks(me, num_tasks, 1, [&](int64_t first, int64_t last) {
@@ -45,8 +47,9 @@ FE_INLINE void run_gemm(Member& me, const LinearView& w, Activations a, uint8_t*
     has_pairs = true;
     alignas(64) float values[kPanels][kChunkRows * kPanel];
     for (int64_t task = first; task < last; ++task) {
-      const int64_t panel = task * kPanels, num_panels = min_i(kPanels, w.num_panels - panel);
-      for (int64_t tile = 0; tile < num_tiles; tile += kChunkTiles) {
+      const int64_t panel = task / splits * kPanels, num_panels = min_i(kPanels, w.num_panels - panel);
+      const int64_t first_tile = task % splits * kChunkTiles, end_tile = kSplitsRows ? min_i(num_tiles, first_tile + kChunkTiles) : num_tiles;
+      for (int64_t tile = first_tile; tile < end_tile; tile += kChunkTiles) {
         const int64_t tiles = min_i(kChunkTiles, num_tiles - tile), num_rows = min_i(tiles * kTileRows, a.num_rows - tile * kTileRows);
         expect(tile * kTileRows, num_rows, panel);
         for (int64_t p = 0; p < num_panels; ++p) {

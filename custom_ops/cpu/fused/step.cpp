@@ -5,6 +5,7 @@
 #include "attention_plan.h"
 #include "gemm_run.h"
 #include "head.h"
+#include "heads.h"
 #include "layouts.h"
 #include "rows.h"
 #include "workspace.h"
@@ -85,12 +86,26 @@ struct Step {
     });
   }
 
+  FinishedQueries queries(const RowSet& rows) const { return {rows.num_rows, w.queries.values, w.queries.scales, w.queries.starts}; }
+
+  template <int kPanels>
+  void project_heads(Member& me, int64_t l, const LinearView& part, int64_t first_head, const RowSet& rows, const int32_t* tokens) const {
+    const HeadTarget target{cache(l), new_rows(m.layers[l]), queries(rows), m.shape.num_heads, score_scale()};
+    const auto expect = [&](int64_t first, int64_t n, int64_t panel) { expect_head(target, first_head + panel / kPanels, tokens, first, n); };
+    run_gemm<kPanels, true>(me, part, own(me, rows, rows.input, part), scratch(me), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+      finish_head(target, first_head + panel / kPanels, tokens, first, n, values);
+    });
+  }
+
   // Panels [first_panel, end_panel) of `rows`, which are those of `tokens`, or with null all.
-  void project_qkv(Member& me, const LinearView& whole, int64_t first_panel, int64_t end_panel, const RowSet& rows, const int32_t* tokens) const {
+  void project_qkv(Member& me, int64_t l, int64_t first_panel, int64_t end_panel, const RowSet& rows, const int32_t* tokens) const {
+    const LinearView& whole = m.layers[l].qkv;
     LinearView part = whole;
     part.num_panels = end_panel - first_panel;
     part.weights += first_panel * whole.panel_bytes;
     if (whole.bias != nullptr) part.bias += first_panel * kPanel;
+    if (w.finishes_heads && m.shape.head_dim == 2 * kPanel) return project_heads<2>(me, l, part, first_panel / 2, rows, tokens);
+    if (w.finishes_heads) return project_heads<4>(me, l, part, first_panel / 4, rows, tokens);
     const auto target = [&](int64_t row, int64_t panel) { return w.qkv + (tokens != nullptr ? tokens[row] : row) * w.qkv_stride + (first_panel + panel) * kPanel; };
     const auto expect = [&](int64_t first, int64_t n, int64_t panel) {
       for (int64_t r = 0; r < n; ++r) expect_write(target(first + r, panel));
@@ -107,22 +122,24 @@ struct Step {
     quantize(me, rows.x, m.shape.hidden, m.shape.hidden, weight, own(me, rows, rows.input, linear), rows.copy_bytes != 0);
   }
 
-  void project_qkv_of_all(Member& me, const LayerView& layer) const {
+  void project_qkv_of_all(Member& me, int64_t l) const {
+    const LayerView& layer = m.layers[l];
     norm_and_quantize(me, w.all, layer.input_norm, layer.qkv);
-    project_qkv(me, layer.qkv, 0, layer.qkv.num_panels, w.all, nullptr);
+    project_qkv(me, l, 0, layer.qkv.num_panels, w.all, nullptr);
   }
 
   // Keys and values of all rows, queries of those alone that go on from here.
-  void project_qkv_of_last(Member& me, const LayerView& layer) const {
+  void project_qkv_of_last(Member& me, int64_t l) const {
+    const LayerView& layer = m.layers[l];
     const int64_t h = m.shape.hidden, first_panel = m.shape.num_heads * m.shape.head_dim / kPanel;
     norm_and_quantize(me, w.all, layer.input_norm, layer.qkv);
-    project_qkv(me, layer.qkv, first_panel, layer.qkv.num_panels, w.all, nullptr);
+    project_qkv(me, l, first_panel, layer.qkv.num_panels, w.all, nullptr);
     if (w.last.num_rows == 0) return;
     for_tasks(me, w.last.num_rows, 1, [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; ++r) __builtin_memcpy(w.last.x + r * h, w.all.x + s.sample_rows[r] * h, static_cast<size_t>(h) * sizeof(float));
     });
     norm_and_quantize(me, w.last, layer.input_norm, layer.qkv);
-    project_qkv(me, layer.qkv, 0, first_panel, w.last, s.sample_rows);
+    project_qkv(me, l, 0, first_panel, w.last, s.sample_rows);
   }
 
   KvLayer cache(int64_t l) const {
@@ -142,6 +159,8 @@ struct Step {
     const ModelShape& p = m.shape;
     return {m.cos_sin, p.rotary_dim, p.rope_interleaved != 0, layer.query_norm, layer.key_norm, p.rms_epsilon, s.positions, s.slot_mapping};
   }
+
+  float score_scale() const { return m.shape.attention_scale * kLog2E; }
 
   void rotate_and_store(Member& me, const LayerView& layer, const KvLayer& c, const AttentionPlan& plan) const {
     const ModelShape& p = m.shape;
@@ -166,7 +185,7 @@ struct Step {
 
   void attend(Member& me, int64_t l, const RowSet& rows) const {
     const AttentionPlan& plan = rows.plan;
-    const AttentionInput in{cache(l), w.qkv, w.qkv_stride, rows.attended, m.shape.num_heads, s.block_tables, s.max_blocks, m.shape.attention_scale * kLog2E,
+    const AttentionInput in{cache(l), w.qkv, queries(rows), w.qkv_stride, rows.attended, m.shape.num_heads, s.block_tables, s.max_blocks, score_scale(),
                             plan.splits, rows.arrived + l * plan.num_splits, rows.partials, new_rows(m.layers[l])};
     for_tasks(me, plan.num_tasks, 1, [&](int64_t i, int64_t) { attention(in, plan.tasks + i, plan.tasks + plan.num_tasks, scratch(me)); });
   }
@@ -250,8 +269,8 @@ struct Step {
       const LayerView& layer = m.layers[l];
       const bool is_last = w.last_is_apart && l + 1 == m.shape.num_layers;
       const RowSet& rows = is_last ? w.last : w.all;
-      is_last ? project_qkv_of_last(me, layer) : project_qkv_of_all(me, layer);
-      if (rows.plan.num_stored > 0) rotate_and_store(me, layer, cache(l), rows.plan);
+      is_last ? project_qkv_of_last(me, l) : project_qkv_of_all(me, l);
+      if (rows.plan.num_stored > 0 && !w.finishes_heads) rotate_and_store(me, layer, cache(l), rows.plan);
       if (rows.num_rows == 0) return;
       attend(me, l, rows);
       const Activations context = own(me, rows, rows.context, layer.output);

@@ -35,6 +35,9 @@ struct Screening {
 
 struct Workspace {
   Team* team;
+  // QKV's heads are finished where they are computed: rotated, in eight bits, keys and values in the cache. Else its rows are kept.
+  bool finishes_heads;
+  FinishedQueries queries;  // of up to T rows
   float* qkv;  // [T][qkv_stride]
   RowSet all;  // T rows
   // The rows that get logits or hidden states: nobody reads the last layer's output of the others, whose keys and values are

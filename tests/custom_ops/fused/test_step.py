@@ -47,11 +47,21 @@ def test_family_variants_equal_the_formulas(isa: str, variant: dict[str, bool]) 
     model.fused.close()
 
 
+@pytest.mark.parametrize("variant", [{}, {"bias": True}, {"qk_norm": True}, {"interleaved": True}])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_that_qkv_finishes_equal_the_formulas(isa: str, head_dim: int, variant: dict[str, bool]) -> None:
+    model = TinyModel(Layout.FLOAT32, isa, head_dim=head_dim, num_layers=1, **variant)
+    tokens = np.random.default_rng(2).integers(0, 300, 140)
+    got = step(model.fused, TinyCache(KvType.INT8, model.shape), [Row(tokens, 0, blocks_for(140, 0))])
+    assert relative_error(got, model.logits(tokens)) < TOLERANCE[Layout.FLOAT32] + KV_TOLERANCE[KvType.INT8]
+    model.fused.close()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kv_type", KV_TYPES)
-def test_a_row_is_bit_identical_in_any_batch(isa: str, layout: Layout, kv_type: KvType) -> None:
+@pytest.mark.parametrize(("kv_type", "head_dim"), [*((kv_type, 32) for kv_type in KV_TYPES), (KvType.INT8, 64), (KvType.INT8, 128)])
+def test_a_row_is_bit_identical_in_any_batch(isa: str, layout: Layout, kv_type: KvType, head_dim: int) -> None:
     """One sequence whole, in chunks, and token by token amid changing company; also with one thread."""
-    model = TinyModel(layout, isa)
+    model = TinyModel(layout, isa, head_dim=head_dim)
     rng = np.random.default_rng(3)
     tokens = rng.integers(0, 300, 90)
     alone = step(model.fused, TinyCache(kv_type, model.shape), [Row(tokens, 0, blocks_for(90, 7))])
@@ -70,7 +80,7 @@ def test_a_row_is_bit_identical_in_any_batch(isa: str, layout: Layout, kv_type: 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kv_type", KV_TYPES)
-@pytest.mark.parametrize("sizes", [{}, {"num_heads": 3, "num_kv_heads": 1}, {"num_heads": 3, "num_kv_heads": 1, "head_dim": 16}])
+@pytest.mark.parametrize("sizes", [{}, {"head_dim": 64}, {"num_heads": 3, "num_kv_heads": 1}, {"num_heads": 3, "num_kv_heads": 1, "head_dim": 16}])
 def test_rows_that_do_not_sample_may_stop_early_and_nothing_else_changes(isa: str, layout: Layout, kv_type: KvType, sizes: dict[str, int]) -> None:
     """Chunks and decodes of which all, some or none sample; the last sizes have queries and keys in one panel of QKV."""
     if layout == Layout.INT4 and sizes.get("head_dim") == 16:
