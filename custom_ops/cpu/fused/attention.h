@@ -7,14 +7,14 @@
 // Method: flash-decoding (Dao et al., 2023) over an online softmax (Milakov and Gimelshein, 2018).
 #pragma once
 
-#include "../kernels/simd.h"
-#include "views.h"
+#include "activations.h"
 
 namespace fastengine {
 namespace FE_ISA {
 
 using namespace fused;
 
+constexpr int64_t kRowsCopied = 2;  // that few rows of activations each thread quantizes for itself: see workspace.h
 constexpr int64_t kChunk = 128;    // positions
 constexpr int64_t kTaskRows = 96;  // (query, head) rows of one task at most
 constexpr int kGroupRows = kLanes == 16 ? 6 : 4;  // of which this many are computed together
@@ -69,7 +69,8 @@ struct AttentionInput {
   const float* qkv;  // [tokens][qkv_stride], as QKV left it; unless there are
   FinishedQueries finished;  // whose keys and values are stored as well; or null
   int64_t qkv_stride;
-  float* out;  // [rows][num_heads * head_dim]
+  float* out;  // [rows][num_heads * head_dim], of those that are not quantized at once
+  Activations context;  // where those go: see whole_tiles()
   int64_t num_heads;
   const int32_t* block_tables;
   int64_t max_blocks;
@@ -79,6 +80,17 @@ struct AttentionInput {
   float* partials;
   NewRows new_rows;
 };
+
+// Tiles of the next linear's activations that a run of queries has all rows of: their outputs are quantized at once.
+struct WholeTiles {
+  int64_t first, last;
+};
+
+FE_INLINE bool quantizes_tiles(int64_t num_rows, int64_t features) { return num_rows > kRowsCopied && features % kBlockK == 0; }
+FE_INLINE WholeTiles whole_tiles(int64_t first_row, int64_t count, int64_t num_rows) {
+  const int64_t end = first_row + count;
+  return {ceil_div(first_row, kTileRows), end == num_rows ? ceil_div(end, kTileRows) : end / kTileRows};
+}
 
 // Floats of one chunk's results: maxima and sums of as many rows as fill vectors, weighted values [rows][head_dim].
 FE_INLINE int64_t padded_rows(int64_t num_rows) { return ceil_div(num_rows, kLanes) * kLanes; }

@@ -54,6 +54,8 @@ struct AttentionPlan {
   int64_t num_tasks, num_splits, num_partials;
   int32_t* stored;  // [num_stored]: tokens whose keys and values attention does not store itself
   int64_t num_stored;
+  int32_t* loose;  // [num_loose] of num_tiles, which attention leaves to be quantized
+  int64_t num_loose, num_tiles;
 };
 
 // A run of queries is split over several tasks where it would hold up the other threads. That changes who
@@ -63,11 +65,18 @@ FE_INLINE void plan_attention(const ModelShape& shape, const StepArgs& s, int nu
   int64_t total = 0;
   for_query_runs(shape, s, num_threads, samples_only, [&](int64_t, int64_t, int64_t count, int64_t chunks, int64_t) { total += kv_heads * cost_of(count, heads, chunks); });
   const int64_t share = max_i(1, total / (kTasksPerThread * num_threads));
+  const int64_t num_rows = samples_only ? s.num_samples : s.num_tokens;
   plan->num_tasks = plan->num_splits = plan->num_partials = 0;
+  plan->num_loose = plan->num_tiles = ceil_div(num_rows, kTileRows);
+  for (int64_t tile = 0; plan->loose != nullptr && tile < plan->num_tiles; ++tile) plan->loose[tile] = static_cast<int32_t>(tile);
   for_query_runs(shape, s, num_threads, samples_only, [&](int64_t seq, int64_t first, int64_t count, int64_t chunks, int64_t row) {
     const int64_t parts = num_threads == 1 ? 1 : min_i(chunks, ceil_div(2 * cost_of(count, heads, chunks), 3 * share));
     const bool is_new = s.query_starts[seq + 1] - s.query_starts[seq] == 1;
     const int64_t token = s.query_starts[seq] + first, position = s.context_lens[seq] - (s.query_starts[seq + 1] - s.query_starts[seq]) + first;
+    const WholeTiles whole = whole_tiles(row, count, num_rows);
+    for (int64_t tile = whole.first; quantizes_tiles(num_rows, heads * shape.head_dim) && tile < whole.last; ++tile, --plan->num_loose) {
+      if (plan->loose != nullptr) plan->loose[tile] = -1;
+    }
     for (int64_t head = 0; head < kv_heads; ++head) {
       const int64_t split = parts > 1 ? plan->num_splits++ : -1;
       if (split >= 0) {
@@ -81,6 +90,9 @@ FE_INLINE void plan_attention(const ModelShape& shape, const StepArgs& s, int nu
       }
     }
   });
+  for (int64_t tile = 0, to = 0; plan->loose != nullptr && tile < plan->num_tiles; ++tile) {
+    if (plan->loose[tile] >= 0) plan->loose[to++] = plan->loose[tile];
+  }
   plan->num_stored = 0;
   for (int64_t i = 0, row = 0; i < s.num_seqs; ++i) {
     const int32_t first = s.query_starts[i], last = s.query_starts[i + 1] - 1;

@@ -179,15 +179,23 @@ struct TaskState {
   alignas(64) float maxima[kTaskRows], sums[kTaskRows];
 };
 
-// Writes the rows' outputs, divided by their sums.
-FE_INLINE void finish(const AttentionInput& in, const AttentionTask& task, const float* sums, const float* out) {
-  const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads;
+// Divides the rows' outputs by their sums and hands them on.
+FE_INLINE void finish(const AttentionInput& in, const AttentionTask& task, const float* sums, float* out) {
+  const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads, features = heads * d, first_feature = task.kv_head * features;
+  WholeTiles whole{0, 0};
+  if (quantizes_tiles(in.context.num_rows, features)) whole = whole_tiles(task.first_row, task.num_queries, in.context.num_rows);
   for (int64_t t = 0; t < task.num_queries; ++t) {
-    float* target = in.out + (task.first_row + t) * in.num_heads * d + task.kv_head * heads * d;
-    for (int64_t h = 0; h < heads; ++h, ++sums, out += d, target += d) {
+    const int64_t row = task.first_row + t, tile = row / kTileRows;
+    float* const source = out + t * features;
+    float* const target = tile >= whole.first && tile < whole.last ? source : in.out + row * in.num_heads * d + first_feature;
+    for (int64_t h = 0; h < heads; ++h, ++sums) {
       const Vec inverse = vset(1.0f / *sums);
-      for (int64_t i = 0; i < d; i += kLanes) vstore(target + i, vmul(vload(out + i), inverse));
+      for (int64_t i = h * d; i < h * d + d; i += kLanes) vstore(target + i, vmul(vload(source + i), inverse));
     }
+  }
+  for (int64_t tile = whole.first; tile < whole.last; ++tile) {
+    const TileSource rows{out + (tile * kTileRows - task.first_row) * features, features, first_feature, in.num_heads * d, nullptr, {}};
+    quantize_tile(rows, tile, first_feature / kBlockK, (first_feature + features) / kBlockK, in.context);
   }
 }
 

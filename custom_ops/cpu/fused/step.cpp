@@ -74,13 +74,18 @@ struct Step {
 
   // Rows of `k` values for a linear; with `weight`, after their norm. `own_copy`: `out` is this thread's alone.
   void quantize(Member& me, const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out, bool own_copy) const {
-    const int64_t num_tiles = ceil_div(out.num_rows, kTileRows), num_blocks = out.padded_k / kBlockK;
+    if (own_copy) return quantize_piece(rows, stride, k, weight, out, 0, 0, out.padded_k / kBlockK);
+    quantize_tiles(me, rows, stride, k, weight, out, nullptr, ceil_div(out.num_rows, kTileRows));
+  }
+
+  // With null: the first `num_tiles`.
+  void quantize_tiles(Member& me, const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out, const int32_t* tiles, int64_t num_tiles) const {
+    const int64_t num_blocks = out.padded_k / kBlockK;
     // Few tiles are shared out in pieces; what each then has to find out again, the norm's factors, is little.
     const int64_t pieces = num_tiles >= 2 * me.team->num_threads ? 1 : min_i(me.team->num_threads, num_blocks);
-    if (own_copy) return quantize_piece(rows, stride, k, weight, out, 0, 0, num_blocks);
     for_tasks(me, num_tiles * pieces, 1, [&](int64_t first, int64_t last) {
       for (int64_t task = first; task < last; ++task) {
-        const int64_t tile = task / pieces, piece = task % pieces;
+        const int64_t at = task / pieces, piece = task % pieces, tile = tiles != nullptr ? tiles[at] : at;
         quantize_piece(rows, stride, k, weight, out, tile, num_blocks * piece / pieces, num_blocks * (piece + 1) / pieces);
       }
     });
@@ -183,9 +188,17 @@ struct Step {
     });
   }
 
+  // What attention did not quantize of its outputs.
+  void quantize_loose(Member& me, const RowSet& rows, const Activations& context) const {
+    const int64_t width = m.shape.num_heads * m.shape.head_dim;
+    const AttentionPlan& plan = rows.plan;
+    if (rows.copy_bytes != 0) return quantize(me, rows.attended, width, width, nullptr, context, true);
+    if (plan.num_loose > 0) quantize_tiles(me, rows.attended, width, width, nullptr, context, plan.loose, plan.num_loose);
+  }
+
   void attend(Member& me, int64_t l, const RowSet& rows) const {
     const AttentionPlan& plan = rows.plan;
-    const AttentionInput in{cache(l), w.qkv, queries(rows), w.qkv_stride, rows.attended, m.shape.num_heads, s.block_tables, s.max_blocks, score_scale(),
+    const AttentionInput in{cache(l), w.qkv, queries(rows), w.qkv_stride, rows.attended, own(me, rows, rows.context, m.layers[l].output), m.shape.num_heads, s.block_tables, s.max_blocks, score_scale(),
                             plan.splits, rows.arrived + l * plan.num_splits, rows.partials, new_rows(m.layers[l])};
     for_tasks(me, plan.num_tasks, 1, [&](int64_t i, int64_t) { attention(in, plan.tasks + i, plan.tasks + plan.num_tasks, scratch(me)); });
   }
@@ -263,7 +276,6 @@ struct Step {
   }
 
   void run_layers(Member& me) const {
-    const int64_t width = m.shape.num_heads * m.shape.head_dim;
     embed(me);
     for (int64_t l = 0; l < m.shape.num_layers; ++l) {
       const LayerView& layer = m.layers[l];
@@ -274,7 +286,7 @@ struct Step {
       if (rows.num_rows == 0) return;
       attend(me, l, rows);
       const Activations context = own(me, rows, rows.context, layer.output);
-      quantize(me, rows.attended, width, width, nullptr, context, rows.copy_bytes != 0);
+      quantize_loose(me, rows, context);
       project_and_add(me, layer.output, context, rows.x);
       norm_and_quantize(me, rows, layer.post_attention_norm, layer.gate_up);
       gate(me, layer, rows);

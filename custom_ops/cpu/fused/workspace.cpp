@@ -4,7 +4,6 @@ namespace fastengine {
 namespace FE_ISA {
 namespace {
 
-constexpr int64_t kRowsCopied = 2;
 constexpr int64_t kPhasesPerLayer = 12;
 // More greedy rows read the whole LM head at once.
 constexpr int64_t kRowsScreened = 2;
@@ -64,6 +63,7 @@ RowSet cut_rows(Cutter* cutter, const ModelView& m, const StepArgs& s, int num_t
   rows.plan.tasks = cutter->take<AttentionTask>(rows.plan.num_tasks);
   rows.plan.splits = cutter->take<AttentionSplit>(rows.plan.num_splits);
   rows.plan.stored = cutter->take<int32_t>(rows.plan.num_stored);
+  rows.plan.loose = cutter->take<int32_t>(rows.plan.num_tiles);
   rows.arrived = cutter->take<uint32_t>(rows.plan.num_splits * m.shape.num_layers);
   rows.partials = cutter->take<float>(rows.plan.num_partials);
   return rows;

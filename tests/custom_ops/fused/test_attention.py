@@ -86,6 +86,21 @@ def test_where_a_prompt_is_cut_changes_no_bit(isa: str, kv_type: KvType, num_hea
     model.fused.close()
 
 
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("before", [5, 21])
+def test_outputs_that_are_quantized_at_once_or_later_are_the_same(isa: str, layout: Layout, before: int) -> None:
+    """A prompt whose tasks' rows are whole tiles, and then partly are: they begin behind another prompt's."""
+    model = TinyModel(layout, isa, num_heads=3, num_kv_heads=1)
+    rng = np.random.default_rng(11)
+    tokens, other = rng.integers(0, 300, 600), rng.integers(0, 300, before)
+    cache, blocks = cache_and_blocks(model, KvType.INT8, 32, tokens.size, seed=11)
+    alone = step(model.fused, cache, [Row(tokens, 0, blocks)])
+    cache, blocks = cache_and_blocks(model, KvType.INT8, 32, tokens.size, seed=12)
+    spare = sorted(set(range(len(cache.pools[0]))) - set(blocks))
+    np.testing.assert_array_equal(step(model.fused, cache, [Row(other, 0, spare), Row(tokens, 0, blocks)])[before:], alone)
+    model.fused.close()
+
+
 @pytest.mark.parametrize("kv_type", list(KvType))
 def test_values_of_zero_and_of_different_size(isa: str, kv_type: KvType) -> None:
     """Value rows that are zero or a thirtieth of the others' size, as at the first token of real models."""
