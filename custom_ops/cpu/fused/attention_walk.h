@@ -45,6 +45,18 @@ FE_INLINE void take_queries(const AttentionInput& in, const AttentionTask& task,
   }
 }
 
+// Asks for what take_queries() reads of a new token.
+FE_INLINE void expect_rows(const AttentionInput& in, const AttentionTask& task) {
+  const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads;
+  const float* const row = in.qkv + task.first_token * in.qkv_stride;
+  const auto ask = [](const float* p, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(p + i);
+  };
+  ask(row + task.kv_head * heads * d, heads * d);
+  ask(row + (in.num_heads + task.kv_head) * d, d);
+  ask(row + (in.num_heads + in.cache.num_kv_heads + task.kv_head) * d, d);
+}
+
 // What becomes of a chunk's results: they are kept beside others, begin the rows' state, or are folded into it.
 enum class Use { kKeep, kBegin, kFold };
 
@@ -227,6 +239,7 @@ FE_INLINE void walk(const AttentionInput& in, const AttentionTask* tasks, const 
   Kernel kernel(in, own + rotation_floats(d, in.new_rows.rotary_dim));
   if (!kernel.take_finished(in, task)) {
     take_queries(in, task, own, queries);
+    if (tasks + 1 != end_of_tasks && tasks[1].is_new != 0) expect_rows(in, tasks[1]);
     kernel.take(in, queries, num_rows);
   }
   TaskState state;
