@@ -25,6 +25,11 @@ constexpr auto kSpin = std::chrono::microseconds(15);
 
 void pause_cpu() { _mm_pause(); }
 
+// Called where a thread has no task in hand. Another process that waits for this core gets it here, while the other threads
+// do this one's share, and not in the middle of a task, for whose end they all would wait. Costs a system call's 0.3
+// microseconds when nobody waits.
+void let_others_run() { sched_yield(); }
+
 void futex_wait(std::atomic<uint32_t>* word, uint32_t seen) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
 }
@@ -56,6 +61,7 @@ class ThreadPool {
     open_.store(true, std::memory_order_seq_cst);
     announced_.fetch_add(1, std::memory_order_seq_cst);
     if (parked_.load(std::memory_order_seq_cst) > 0) futex_wake(&announced_, size() - 1);
+    let_others_run();
     take_tasks();
     open_.store(false, std::memory_order_seq_cst);
     wait_for_helpers();
@@ -96,6 +102,7 @@ class ThreadPool {
     uint32_t seen = 0;
     for (;;) {
       seen = wait_for_job(seen);
+      let_others_run();
       inside_.fetch_add(1, std::memory_order_seq_cst);
       // More workers than this job wants (after the pool was made smaller) stay out.
       if (open_.load(std::memory_order_seq_cst) && helpers_.fetch_sub(1, std::memory_order_relaxed) > 0) take_tasks();
