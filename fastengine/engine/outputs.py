@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from fastengine.engine.slots import ClientColumn
 from fastengine.protocol.outputs import OutputBatch, TokenOutput
-from fastengine.protocol.tokens import unpack_columns
+from fastengine.protocol.tokens import HANDLE_DTYPE, pack_token_ids, unpack_columns
 
 
 class _Pending:
@@ -76,17 +76,18 @@ class OutputCollector:
             self._pending.append(_Pending())
 
     def _merged(self, client: int, taken: list[_Pending]) -> OutputBatch:
-        columns = [pending.plain[client] for pending in taken if client in pending.plain]
-        singles = [(handles, token_ids) for handles, token_ids, num_steps in columns if num_steps == 1]
-        handles = np.frombuffer(b"".join(h for h, _ in singles), dtype=np.int64)
-        tokens = np.frombuffer(b"".join(t for _, t in singles), dtype=np.int32)
-        # Whoever gained more than one token stands in the details.
-        several = [output.handle for pending in taken for output in pending.details.get(client, ())]
-        several += [handle for h, _, num_steps in columns if num_steps > 1 for handle in np.frombuffer(h, np.int64).tolist()]
-        unique, counts = np.unique(handles, return_counts=True)
-        repeated = np.union1d(unique[counts > 1], np.array(several, np.int64))
-        plain = ~np.isin(handles, repeated)
-        mixed = set(repeated.tolist())
+        # Without numpy: seldom many rows, and most often one, whose last tokens come together.
+        mixed = {output.handle for pending in taken for output in pending.details.get(client, ())}
+        plain: dict[int, int] = {}
+        for pending in taken:
+            if client not in pending.plain:
+                continue
+            for handle, token_ids in unpack_columns(*pending.plain[client]):
+                if len(token_ids) > 1 or handle in plain:
+                    mixed.add(handle)  # whoever gained more than one token stands in the details
+                plain[handle] = token_ids[0]
+        for handle in mixed:
+            plain.pop(handle, None)
         merged: dict[int, TokenOutput] = {}
         for pending in taken:
             pieces = list(pending.details.get(client, ()))
@@ -95,7 +96,8 @@ class OutputCollector:
                 pieces += [TokenOutput(handle=handle, token_ids=token_ids) for handle, token_ids in pairs if handle in mixed]
             for piece in pieces:
                 merged[piece.handle] = _joined(merged[piece.handle], piece) if piece.handle in merged else piece
-        return OutputBatch(self._step_id, handles[plain].tobytes(), tokens[plain].tobytes(), list(merged.values()))
+        handles = np.array(list(plain), HANDLE_DTYPE).tobytes() if plain else b""
+        return OutputBatch(self._step_id, handles, pack_token_ids(list(plain.values())), list(merged.values()))
 
 
 def _joined(first: TokenOutput, then: TokenOutput) -> TokenOutput:
