@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -53,6 +54,14 @@ ITEMS_QUERY: list[Json] = [
 ]
 
 
+class HandlerRoute(APIRoute):
+    """A route whose endpoint takes the request and returns the response: there are no parameters or dependencies to find out."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
+
+
 def create_app(front: FrontEnd) -> FastAPI:
     """The application over ``front``, which the caller starts and closes."""
     server = front.config.server
@@ -72,6 +81,7 @@ def create_app(front: FrontEnd) -> FastAPI:
     if front.traces is not None:
         middleware.insert(0, Middleware(TraceHeaders))
     app = FastAPI(title="fastengine", version=__version__, middleware=middleware, redirect_slashes=False)
+    app.router.route_class = HandlerRoute
     schemas = Schemas()
     _add_openai_routes(app, front, schemas)
     _add_other_api_routes(app, front, schemas)
