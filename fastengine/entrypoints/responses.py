@@ -56,18 +56,23 @@ class EventWriter:
         self._direct = direct
         self._headers = headers
         self.started = False
+        self._ended = False
 
-    async def write(self, events: bytes) -> None:
-        if self.started and self._direct is not None and self._direct.write(events):
+    async def write(self, events: bytes, *, last: bool = False) -> None:
+        """``last``: the reply ends with these, in the same piece: a client that waits for its end is woken once, not twice."""
+        if self.started and not last and self._direct is not None and self._direct.write(events):
             return
         if not self.started:
             self.started = True
             extra = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS + extra})
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        self._ended = last
+        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def close(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        """End the reply unless its last events have."""
+        if not self._ended:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EventStream(Response):

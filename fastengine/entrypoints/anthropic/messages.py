@@ -109,7 +109,7 @@ class MessagesEndpoint:
                     raise_error(updates, job.grammar_param)
                     parts = [part for update in updates for part in events.of(update)]
                     if parts:
-                        await writer.write(b"".join(parts))
+                        await writer.write(b"".join(parts), last=stream.finished)
 
 
 def usage(job: ChatJob, sequence: SequenceText) -> Usage:

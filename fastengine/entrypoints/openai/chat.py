@@ -65,7 +65,7 @@ class ChatEndpoint(GeneratingEndpoint[ChatCompletionRequest, ChatJob]):
             if stream.finished:
                 parts += events.end()
             if parts:
-                await writer.write(b"".join(parts))
+                await writer.write(b"".join(parts), last=stream.finished)
 
 
 class ChatEvents:

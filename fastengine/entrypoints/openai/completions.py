@@ -152,7 +152,7 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
                     events.append(chunks.usage(job.usage(stream.sequences)))
                 events.append(DONE_EVENT)
             if events:
-                await writer.write(b"".join(events))
+                await writer.write(b"".join(events), last=stream.finished)
 
 
 @dataclass(frozen=True)

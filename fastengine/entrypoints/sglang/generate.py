@@ -122,7 +122,7 @@ class GenerateEndpoint:
                 if stream.finished:
                     events.append(DONE_EVENT)
                 if events:
-                    await writer.write(b"".join(events))
+                    await writer.write(b"".join(events), last=stream.finished)
 
     def _start(self, batch: Batch, body: GenerateBody) -> GenerationStream:
         return generate(self._front.manager, batch.request_id, batch.inputs(), body)
