@@ -222,7 +222,8 @@ class Bench:
             return 0
         panels, blocks = -(-spec.vocab_size // 32), -(-spec.hidden_size // 32)
         is_screened = case.context == 0 or case.batch <= ROWS_SCREENED
-        return panels * (blocks * 1088 if is_screened else 128 + -(-blocks // 2) * 128 + blocks * 576)
+        groups = -(-blocks // 2)
+        return panels * (blocks * 1088 if is_screened else -(-(128 + groups * 160) // 64) * 64 + groups * 1088)
 
     def _start(self, batch: int, length: int) -> None:
         """Fill ``batch`` slots with prompts of ``length`` tokens, one prompt per step."""

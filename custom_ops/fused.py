@@ -34,7 +34,7 @@ class Layout(IntEnum):
 
     FLOAT32 = 0
     INT8 = 1  # eight bits and a scale per block of 32: exactly Q8_0 and Q4_0, others rounded
-    INT4 = 2  # four bits, a scale and a minimum per block of 32: Q4_0 and Q4_1, the minima to 14 bits; others rounded
+    INT4 = 2  # four bits and a minimum per block of 32, whose scale is a multiple of its pair's: Q4_0 and Q4_1 to half a percent; others rounded
 
 
 class SourceKind(IntEnum):

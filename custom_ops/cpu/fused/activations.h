@@ -11,7 +11,7 @@ using namespace fused;
 
 // Tiles of up to 16 rows. In a tile of R rows, four consecutive k's of a row are one dword:
 //
-//   values  [k / 4][R][4] s8      scales, sums, starts  [k / 32][R]
+//   values  [k / 4][R][4] s8      sums, starts  [k / 32][R]      scales  [k / 32][R], or of groups of two blocks [k / 64][R]
 //
 // A block's dot products are summed up as integers that begin at the bits of kMagic, and so are floats of
 // kMagic plus the sum: one multiply-add takes that off and scales by the weights. `sums` are a block's values
@@ -22,6 +22,7 @@ using namespace fused;
 // thread makes `sum_pairs` [k / 64][R][2] s16, the sums in the row's own unit, `sum_units` [num_rows].
 struct Activations {
   int64_t num_rows, padded_k;
+  int64_t group_blocks;  // 1 or 2
   bool quantized;
   int8_t* values;
   float *scales, *sums;
@@ -29,6 +30,8 @@ struct Activations {
   float* rows;  // [num_rows][padded_k]
   int32_t* sum_pairs;
   float* sum_units;
+
+  __attribute__((always_inline)) int64_t num_groups() const { return ceil_div(padded_k / kBlockK, group_blocks); }
 };
 
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: sums within 2^22 of it are exact
@@ -45,9 +48,9 @@ struct TileSource {
   float factors[kTileRows];
 };
 
-// Quantizes blocks [first_block, last_block) of a tile's rows: x = scale * q, |q| <= 127. Values at and
+// Quantizes groups [first_group, last_group) of a tile's rows: x = scale * q, |q| <= 127. Values at and
 // after `k` count as zero and are not read. What a row becomes does not depend on the others.
-void quantize_tile(const TileSource& source, int64_t tile, int64_t first_block, int64_t last_block, const Activations& out);
+void quantize_tile(const TileSource& source, int64_t tile, int64_t first_group, int64_t last_group, const Activations& out);
 
 // Fills sum_pairs and sum_units, once all of a row's blocks are there, in memory of sum_pairs_bytes().
 int64_t sum_pairs_bytes(int64_t num_rows, int64_t padded_k);

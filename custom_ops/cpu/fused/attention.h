@@ -86,7 +86,8 @@ struct WholeTiles {
   int64_t first, last;
 };
 
-FE_INLINE bool quantizes_tiles(int64_t num_rows, int64_t features) { return num_rows > kRowsCopied && features % kBlockK == 0; }
+// Of features that are whole groups, whatever the number of blocks in one.
+FE_INLINE bool quantizes_tiles(int64_t num_rows, int64_t features) { return num_rows > kRowsCopied && features % (2 * kBlockK) == 0; }
 FE_INLINE WholeTiles whole_tiles(int64_t first_row, int64_t count, int64_t num_rows) {
   const int64_t end = first_row + count;
   return {ceil_div(first_row, kTileRows), end == num_rows ? ceil_div(end, kTileRows) : end / kTileRows};

@@ -194,6 +194,7 @@ struct TaskState {
 // Divides the rows' outputs by their sums and hands them on.
 FE_INLINE void finish(const AttentionInput& in, const AttentionTask& task, const float* sums, float* out) {
   const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads, features = heads * d, first_feature = task.kv_head * features;
+  const int64_t group = in.context.group_blocks * kBlockK;
   WholeTiles whole{0, 0};
   if (quantizes_tiles(in.context.num_rows, features)) whole = whole_tiles(task.first_row, task.num_queries, in.context.num_rows);
   for (int64_t t = 0; t < task.num_queries; ++t) {
@@ -207,7 +208,7 @@ FE_INLINE void finish(const AttentionInput& in, const AttentionTask& task, const
   }
   for (int64_t tile = whole.first; tile < whole.last; ++tile) {
     const TileSource rows{out + (tile * kTileRows - task.first_row) * features, features, first_feature, in.num_heads * d, nullptr, {}};
-    quantize_tile(rows, tile, first_feature / kBlockK, (first_feature + features) / kBlockK, in.context);
+    quantize_tile(rows, tile, first_feature / group, (first_feature + features) / group, in.context);
   }
 }
 

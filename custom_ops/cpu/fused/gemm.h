@@ -10,12 +10,15 @@ namespace FE_ISA {
 constexpr int64_t kChunkTiles = 6;
 constexpr int64_t kChunkRows = kChunkTiles * kTileRows;
 
+// Weights are asked for as far ahead as a single row needs, which is through with a block in some ten nanoseconds. What a panel's
+// last blocks ask for is the start of the next one, which the same thread takes.
+constexpr int64_t kAskedAhead = 5 * 1088;
+
 // out[row][32] = activations of `num_tiles` tiles from `first_tile` on, times one panel; without bias. The
 // order of float operations of a row does not depend on which rows are computed with it.
 void int8_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out);
 void int4_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out);
 void float_panel(const float* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, int64_t k, float* out);
-
 
 // Half a panel: 16 columns, of which four k's fill a cache line.
 constexpr int64_t kStrip = kPanel / 2;

@@ -33,9 +33,6 @@ FE_INLINE Vec rough_root(Vec x) {
 #endif
 }
 
-// The GEMM has asked for this much of the next panel: reading goes on from there while a panel's bounds are computed.
-constexpr int64_t kAsked = 9 * kInt4BlockBytes;
-
 struct Head {
   const ModelView& m;
   const StepArgs& s;
@@ -107,7 +104,9 @@ struct Head {
   void bound(int64_t row, int64_t panel, const float* coarse) const {
     const int64_t num_blocks = m.screen.padded_k / kBlockK, num_rows = s.num_samples;
     const uint8_t* const first = m.screen.weights + panel * m.screen.panel_bytes;
-    const uint8_t* const steps = first + int4_blocks_at(num_blocks) + kScalesAt;
+    const int64_t num_groups = ceil_div(num_blocks, 2);
+    const uint8_t *const steps = first + int4_steps_at(ceil_div(num_blocks, 2)), *const scales = first + int4_groups_at(ceil_div(num_blocks, 2)) + kScalesAt;
+    const auto step_of = [&](int64_t b, int64_t column) { return vmul(halves(scales + b / 2 * kInt4GroupBytes + column * 2), to_floats(steps_of(steps + b / 2 * kPanel + column, b % 2))); };
     const float *const energies = w.screening.energies + row, *const shifts = w.screening.shifts + row;
     for (int64_t strip = 0; strip < kPanel / kStrip; ++strip) {
       Vec likely[kRows], highest[kRows];
@@ -117,15 +116,16 @@ struct Head {
         Vec values[kRows], variances[kRows];
         for (int r = 0; r < kRows; ++r) values[r] = vload(coarse + r * kPanel + v), variances[r] = vzero();
         for (int64_t b = 0; b < num_blocks; ++b) {
-          __builtin_prefetch(first + m.screen.panel_bytes + kAsked + (v / kLanes * num_blocks + b) * 64);
-          const Vec step = halves(steps + b * kInt4BlockBytes + v * 2), square = vmul(step, step);
+          // Reading goes on while bounds are computed, from where the GEMM has asked for the next panel's weights.
+          __builtin_prefetch(first + m.screen.panel_bytes + kAskedAhead + (v / kLanes * num_blocks + b) * 64);
+          const Vec step = step_of(b, v), square = vmul(step, step);
           for (int r = 0; r < kRows; ++r) {
             values[r] = vfma(step, vset(shifts[b * num_rows + r]), values[r]);
             variances[r] = vfma(square, vset(energies[b * num_rows + r]), variances[r]);
           }
         }
         for (int r = 0; r < kRows; ++r) {
-          const Vec outlier = halves(steps + w.screening.outliers[row + r] * kInt4BlockBytes + v * 2);
+          const Vec outlier = step_of(w.screening.outliers[row + r], v);
           const Vec rounded = vfma(unit, vset(w.screening.rounded[row + r]), values[r]);
           const Vec most = vfma(vfma(outlier, vset(127.0f / 2), rough_root(variances[r])), vset(w.screening.scales[row + r]), rounded);
           likely[r] = vmax(values[r], likely[r]);

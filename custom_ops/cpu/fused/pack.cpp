@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -64,6 +65,14 @@ struct QuantizedBlock {
   int8_t q[kBlockK];
 };
 
+// A column's part of a group: w = scale * step * q + base of its block, q in [0, 15].
+struct QuantizedGroup {
+  float scale;
+  int step[2];
+  float base[2];
+  int8_t q[2][kBlockK];
+};
+
 QuantizedBlock read_four_bit(const uint8_t* p, SourceKind kind, bool is_signed) {
   QuantizedBlock block;
   block.step = half_to_float(p);
@@ -101,6 +110,53 @@ QuantizedBlock round_to_eight_bits(const float* x) {
   return block;
 }
 
+// Nibbles and base of a block whose step is given, for the least squares: near to those of the start.
+void fit(const float* weights, float step, float* base, int8_t* q) {
+  constexpr int kRounds = 2;
+  for (int round = 0; round < kRounds; ++round) {
+    float rest = 0.0f;
+    for (int i = 0; i < kBlockK; ++i) {
+      q[i] = static_cast<int8_t>(step > 0.0f ? std::fmin(std::fmax(std::nearbyint((weights[i] - *base) / step), 0.0f), 15.0f) : 0.0f);
+      rest += weights[i] - step * static_cast<float>(q[i]);
+    }
+    *base = rest / kBlockK;
+  }
+}
+
+// Two blocks with integer steps and one scale: of all largest steps the one that fits both best. A value that is not finite makes
+// the scale so.
+QuantizedGroup in_group(const QuantizedBlock* blocks) {
+  float weights[2][kBlockK], energy[2], step[2];
+  for (int h = 0; h < 2; ++h) {
+    float mean = 0.0f, squares = 0.0f;
+    for (int i = 0; i < kBlockK; ++i) mean += static_cast<float>(blocks[h].q[i]) / kBlockK;
+    for (int i = 0; i < kBlockK; ++i) squares += (static_cast<float>(blocks[h].q[i]) - mean) * (static_cast<float>(blocks[h].q[i]) - mean);
+    for (int i = 0; i < kBlockK; ++i) weights[h][i] = blocks[h].step * static_cast<float>(blocks[h].q[i]) + blocks[h].base;
+    energy[h] = squares + 1e-3f, step[h] = std::fabs(blocks[h].step);
+  }
+  QuantizedGroup group{};
+  const float larger = std::max(step[0], step[1]), finite = (step[0] + step[1] + blocks[0].base + blocks[1].base) * 0.0f;
+  float least = std::numeric_limits<float>::infinity();
+  for (int most = (kMostStep + 1) / 2; larger > 0.0f && most <= kMostStep; ++most) {
+    int candidate[2];
+    float product = 0.0f, square = 0.0f, error = 0.0f;
+    for (int h = 0; h < 2; ++h) {
+      candidate[h] = step[h] > 0.0f ? std::max(1, static_cast<int>(std::nearbyint(step[h] / larger * static_cast<float>(most)))) : 0;
+      product += static_cast<float>(candidate[h]) * step[h] * energy[h], square += static_cast<float>(candidate[h] * candidate[h]) * energy[h];
+    }
+    const float scale = rounded_to_half(product / square);
+    for (int h = 0; h < 2; ++h) error += (step[h] - scale * static_cast<float>(candidate[h])) * (step[h] - scale * static_cast<float>(candidate[h])) * energy[h];
+    if (error < least) least = error, group.scale = scale, group.step[0] = candidate[0], group.step[1] = candidate[1];
+  }
+  for (int h = 0; h < 2; ++h) {
+    const float fitted = group.scale * static_cast<float>(group.step[h]);
+    group.base[h] = std::min(blocks[h].base, blocks[h].base + 15.0f * blocks[h].step);  // that of a negative step lies at its other end
+    fit(weights[h], fitted, &group.base[h], group.q[h]);
+  }
+  group.scale += group.scale * 0.0f + finite;
+  return group;
+}
+
 // The nearest half that is not below `value` >= 0.
 float half_above(float value) {
   const uint16_t bits = float_to_half(value), next = static_cast<uint16_t>(bits + 1);
@@ -108,18 +164,39 @@ float half_above(float value) {
   return nearest < value ? half_to_float(reinterpret_cast<const uint8_t*>(&next)) : nearest;
 }
 
-// Of weights at and above `base`: no value is cut off; see derive_screen(). What a half can't hold makes the scale a NaN,
+// Of weights at and above each block's base: no value is cut off; see derive_screen(). What a half can't hold makes the scale a NaN,
 // and with it the result.
-QuantizedBlock round_dithered(const float* x, float base, const float* dithers) {
+QuantizedGroup dithered_group(const float* x, const float* bases, const float* dithers) {
   // Of nearly equal weights too the step is above what float operations round.
   constexpr float kLeastStep = 1.0f / 1024.0f;
-  float high = x[0], most = 0.0f, finite = 0.0f;
-  for (int i = 0; i < kBlockK; ++i) high = std::max(high, x[i]), most = std::max(most, std::fabs(x[i])), finite += x[i] * 0.0f;
-  const float step = half_above(std::max((high - base) / 15.0f, most * kLeastStep));
-  QuantizedBlock block{step + step * 0.0f + finite, base, {}};
-  const float inverse = block.step > 0 ? 1.0f / block.step : 0.0f;
-  for (int i = 0; i < kBlockK; ++i) block.q[i] = static_cast<int8_t>(std::fmin(std::fmax(std::nearbyint((x[i] - base) * inverse + dithers[i]), 0.0f), 15.0f));
-  return block;
+  float least[2], finite = 0.0f;
+  for (int h = 0; h < 2; ++h) {
+    float high = x[h * kBlockK], most = 0.0f;
+    for (int i = h * kBlockK; i < (h + 1) * kBlockK; ++i) high = std::max(high, x[i]), most = std::max(most, std::fabs(x[i])), finite += x[i] * 0.0f;
+    least[h] = std::max((high - bases[h]) / 15.0f, most * kLeastStep);
+  }
+  QuantizedGroup group{};
+  const float larger = std::max(least[0], least[1]);
+  float smallest = std::numeric_limits<float>::infinity();
+  for (int most = (kMostStep + 1) / 2; larger > 0.0f && most <= kMostStep; ++most) {
+    const float scale = half_above(larger / static_cast<float>(most));
+    int candidate[2];
+    float variance = 0.0f;
+    for (int h = 0; h < 2; ++h) {
+      candidate[h] = static_cast<int>(std::ceil(least[h] / scale));
+      variance += scale * scale * static_cast<float>(candidate[h] * candidate[h]);
+    }
+    if (candidate[0] <= kMostStep && candidate[1] <= kMostStep && variance < smallest) smallest = variance, group.scale = scale, group.step[0] = candidate[0], group.step[1] = candidate[1];
+  }
+  for (int h = 0; h < 2; ++h) {
+    const float step = group.scale * static_cast<float>(group.step[h]), inverse = step > 0 ? 1.0f / step : 0.0f;
+    group.base[h] = bases[h];
+    for (int i = 0; i < kBlockK; ++i) {
+      group.q[h][i] = static_cast<int8_t>(std::fmin(std::fmax(std::nearbyint((x[h * kBlockK + i] - bases[h]) * inverse + dithers[h * kBlockK + i]), 0.0f), 15.0f));
+    }
+  }
+  group.scale += group.scale * 0.0f + finite;
+  return group;
 }
 
 void put_half(uint8_t* target, int64_t column, float value) {
@@ -132,12 +209,11 @@ void put_int8_block(const QuantizedBlock& block, uint8_t* target, int64_t column
   for (int64_t i = 0; i < kBlockK; ++i) target[kInt8ValuesAt + (i / 4 * kPanel + column) * 4 + i % 4] = static_cast<uint8_t>(block.q[i] + 128);
 }
 
-void put_int4_block(const QuantizedBlock& block, uint8_t* target, int64_t column) {
-  put_half(target + kScalesAt, column, block.step);
-  for (int64_t i = 0; i < kBlockK; i += 8) {
-    uint8_t* const pairs = target + kInt4NibblesAt + (i / 8 * kPanel + column) * 4;
-    for (int j = 0; j < 4; ++j) pairs[j] = static_cast<uint8_t>(block.q[i + j] | block.q[i + 4 + j] << 4);
-  }
+void put_int4_group(const QuantizedGroup& group, uint8_t* panel, int64_t g, int64_t num_groups, int64_t column) {
+  uint8_t* const target = panel + int4_groups_at(num_groups) + g * kInt4GroupBytes;
+  put_half(target + kScalesAt, column, group.scale);
+  for (int64_t i = 0; i < kBlockK; ++i) target[kInt4NibblesAt + (i / 4 * kPanel + column) * 4 + i % 4] = static_cast<uint8_t>(group.q[0][i] | group.q[1][i] << 4);
+  panel[int4_steps_at(num_groups) + g * kPanel + column] = static_cast<uint8_t>(group.step[0] | group.step[1] << 4);
 }
 
 // Byte of a column's minimum of block b in its panel.
@@ -162,7 +238,7 @@ void put_minima(const std::vector<float>& minima, uint8_t* panel, int64_t column
   for (size_t b = 0; b < minima.size(); ++b) put_minimum(std::nearbyint(minima[b] * inverse), panel, static_cast<int64_t>(b), column);
 }
 
-// The column's part of a screen from its weights: minima that are exact multiples, not above any weight.
+// The column's part of a screen from its weights, whole groups of them: minima that are exact multiples, not above any weight.
 void screen_column(const std::vector<float>& weights, const std::vector<float>& dithers, uint8_t* panel, int64_t column) {
   const size_t num_blocks = weights.size() / kBlockK;
   std::vector<float> lows(num_blocks);
@@ -174,8 +250,11 @@ void screen_column(const std::vector<float>& weights, const std::vector<float>& 
   for (size_t b = 0; b < num_blocks; ++b) {
     const float multiple = unit > 0.0f ? std::floor(lows[b] / unit) : 0.0f;
     put_minimum(multiple, panel, static_cast<int64_t>(b), column);
-    const QuantizedBlock block = round_dithered(&weights[b * kBlockK], unit * multiple, &dithers[b * kBlockK]);
-    put_int4_block(block, panel + int4_blocks_at(static_cast<int64_t>(num_blocks)) + static_cast<int64_t>(b) * kInt4BlockBytes, column);
+    lows[b] = unit * multiple;
+  }
+  for (size_t b = 0; b < num_blocks; b += 2) {
+    const QuantizedGroup group = dithered_group(&weights[b * kBlockK], &lows[b], &dithers[b * kBlockK]);
+    put_int4_group(group, panel, static_cast<int64_t>(b / 2), static_cast<int64_t>(num_blocks / 2), column);
   }
 }
 
@@ -201,21 +280,22 @@ void pack_column(const Linear& linear, uint8_t* arena, const uint8_t* source, So
   const bool exact = shape.layout != Layout::kFloat32 && (to_eight ? kind == SourceKind::kQ8_0 || kind == SourceKind::kQ4_0 : is_four_bit(kind));
   if (!exact) decode_row(source, kind, shape.k, row);
   if (shape.layout == Layout::kFloat32) return pack_float_column(row, shape.k, reinterpret_cast<float*>(panel), column);
-  const int64_t num_blocks = shape.padded_k / kBlockK;
-  std::vector<float> minima(to_eight ? 0 : static_cast<size_t>((num_blocks + 1) / 2 * 2));
-  for (int64_t b = 0; b < num_blocks; ++b) {
-    const uint8_t* const stored = source + b * block_bytes(kind);
-    const float* const values = row + b * kBlockK;
-    if (to_eight) {
-      const QuantizedBlock block = !exact ? round_to_eight_bits(values) : kind == SourceKind::kQ8_0 ? read_eight_bit(stored) : read_four_bit(stored, kind, true);
-      put_int8_block(block, panel + b * kInt8BlockBytes, column);
-    } else {
-      const QuantizedBlock block = exact ? read_four_bit(stored, kind, false) : round_to_four_bits(values);
-      put_int4_block(block, panel + int4_blocks_at(num_blocks) + b * kInt4BlockBytes, column);
-      minima[static_cast<size_t>(b)] = block.base;
-    }
+  const int64_t num_blocks = shape.padded_k / kBlockK, num_groups = (num_blocks + 1) / 2;
+  const auto stored = [&](int64_t b) { return source + b * block_bytes(kind); };
+  for (int64_t b = 0; to_eight && b < num_blocks; ++b) {
+    const QuantizedBlock block = !exact ? round_to_eight_bits(row + b * kBlockK) : kind == SourceKind::kQ8_0 ? read_eight_bit(stored(b)) : read_four_bit(stored(b), kind, true);
+    put_int8_block(block, panel + b * kInt8BlockBytes, column);
   }
-  if (!to_eight) put_minima(minima, panel, column);
+  if (to_eight) return;
+  std::vector<float> minima;
+  for (int64_t g = 0; g < num_groups; ++g) {
+    QuantizedBlock blocks[2]{};
+    for (int64_t b = 2 * g; b < std::min(2 * g + 2, num_blocks); ++b) blocks[b % 2] = exact ? read_four_bit(stored(b), kind, false) : round_to_four_bits(row + b * kBlockK);
+    const QuantizedGroup group = in_group(blocks);
+    put_int4_group(group, panel, g, num_groups, column);
+    minima.insert(minima.end(), group.base, group.base + 2);
+  }
+  put_minima(minima, panel, column);
 }
 
 // Calls body(first, last) on several threads for parts of [0, count).
@@ -232,7 +312,10 @@ int64_t bytes_per_panel(Layout layout, int64_t padded_k) {
   switch (layout) {
     case Layout::kFloat32: return padded_k * kPanel * 4;
     case Layout::kInt8: return padded_k / kBlockK * kInt8BlockBytes;
-    default: return int4_blocks_at(padded_k / kBlockK) + padded_k / kBlockK * kInt4BlockBytes;
+    default: {
+      const int64_t num_groups = (padded_k / kBlockK + 1) / 2;
+      return int4_groups_at(num_groups) + num_groups * kInt4GroupBytes;
+    }
   }
 }
 
@@ -276,7 +359,7 @@ void decode_row(const uint8_t* row, SourceKind kind, int64_t k, float* out) {
   }
 }
 
-void define_linear(Model* model, Linear* linear, int64_t rows, int64_t k, Layout layout, bool paired, bool has_bias) {
+void define_linear(Model* model, Linear* linear, int64_t rows, int64_t k, Layout layout, bool paired, bool has_bias, bool fine) {
   if (layout == Layout::kInt4 && k > kMostK) throw std::invalid_argument("four bits hold up to " + std::to_string(kMostK) + " columns, not " + std::to_string(k));
   if (paired && rows % 2 != 0) throw std::invalid_argument("pairs need an even number of rows, got " + std::to_string(rows));
   LinearView& shape = linear->shape;
@@ -288,6 +371,7 @@ void define_linear(Model* model, Linear* linear, int64_t rows, int64_t k, Layout
   shape.padded_k = (k + kBlockK - 1) / kBlockK * kBlockK;
   shape.num_panels = (shape.n + kPanel - 1) / kPanel;
   shape.panel_bytes = bytes_per_panel(layout, shape.padded_k);
+  shape.group_blocks = layout == Layout::kInt4 && !fine ? 2 : 1;
   linear->weights_at = model->reserve(shape.num_panels * shape.panel_bytes);
   linear->bias_at = has_bias ? model->reserve(shape.num_panels * kPanel * static_cast<int64_t>(sizeof(float))) : kAbsent;
 }
@@ -335,7 +419,7 @@ void derive_screen(const Linear& head, const Linear& screen, uint8_t* arena, int
   if (head.shape.layout != Layout::kInt8 || screen.shape.layout != Layout::kInt4 || screen.rows != head.rows || screen.shape.k != head.shape.k) {
     throw std::invalid_argument("a screen is int4, beside an int8 LM head of the same size");
   }
-  const int64_t k = head.shape.padded_k;
+  const int64_t k = (head.shape.padded_k + 2 * kBlockK - 1) / (2 * kBlockK) * (2 * kBlockK);
   std::vector<float> dithers(static_cast<size_t>(k));
   for (int64_t i = 0; i < k; ++i) dithers[static_cast<size_t>(i)] = screen_dither(static_cast<uint32_t>(i));
   in_parts(count, num_threads, [&](int64_t first, int64_t last) {
@@ -358,14 +442,15 @@ void unpack_row(const Linear& linear, const uint8_t* arena, int64_t r, float* ou
       const uint8_t* const block = panel + b * kInt8BlockBytes;
       out[i] = half_to_float(block + kScalesAt + column * 2) * static_cast<float>(block[kInt8ValuesAt + (j / 4 * kPanel + column) * 4 + j % 4] - 128);
     } else {
-      const uint8_t* const block = panel + int4_blocks_at(linear.shape.padded_k / kBlockK) + b * kInt4BlockBytes;
-      const uint8_t pair = block[kInt4NibblesAt + (j / 8 * kPanel + column) * 4 + j % 4];
-      const float q = static_cast<float>(j % 8 < 4 ? pair & 15 : pair >> 4);
+      const int64_t num_groups = (linear.shape.padded_k / kBlockK + 1) / 2;
+      const uint8_t* const group = panel + int4_groups_at(num_groups) + b / 2 * kInt4GroupBytes;
+      const int pair = group[kInt4NibblesAt + (j / 4 * kPanel + column) * 4 + j % 4], steps = panel[int4_steps_at(num_groups) + b / 2 * kPanel + column];
+      const float q = static_cast<float>(b % 2 == 0 ? (pair & 15) * (steps & 15) : (pair >> 4) * (steps >> 4));
       float unit;
       int16_t multiple;
       std::memcpy(&unit, panel + column * 4, sizeof(unit));
       std::memcpy(&multiple, panel + minimum_at(b, column), sizeof(multiple));
-      out[i] = half_to_float(block + kScalesAt + column * 2) * q + unit * static_cast<float>(multiple);
+      out[i] = half_to_float(group + kScalesAt + column * 2) * q + unit * static_cast<float>(multiple);
     }
   }
 }

@@ -1,17 +1,19 @@
 // Packing of weights, done once at load time.
 //
-// Both quantized layouts keep the files' own precision: a block is 32 k's of 32 columns, each column with
-// its own scale. Blocks of one panel follow each other.
+// A block is 32 k's of 32 columns, each column with its own scale; of int4, two blocks are a group. Those of one panel follow each
+// other.
 //
 //   int8   | scale f16[32] | u8[8][32][4]: value + 128 of four k's by 32 columns, eight times |
-//   int4   | scale f16[32] | u8[4][32][4]: low nibbles are k 8i .. 8i + 3, high ones k 8i + 4 .. 8i + 7 |
+//   int4   | scale f16[32] | u8[8][32][4]: low nibbles are the first block's, four k's by 32 columns eight times, high ones the second's |
 //
-// A block of int4 has a minimum too. Those of a panel lie before its blocks, as products of pairs of 16-bit integers read them:
+// An int4 weight is scale * step * nibble + minimum, with a step from 0 to 15 and a minimum of its block. Those of a panel
+// lie before its groups, minima as products of pairs of 16-bit integers read them:
 //
-//   | unit f32[32] | s16[32][2]: of blocks 0 and 1, in units | s16[32][2]: of blocks 2 and 3 | ...
+//   | unit f32[32] | minima s16[32][2]: of a group's blocks, in units | ... | steps u8[32]: low nibbles are the first block's | ...
 //
-// Q8_0 and Q4_0 weights are exact in int8, and so are Q4_0 and Q4_1 weights in int4 but for their minima, which are off by up
-// to 1 / 16,000 of their column's largest; what else there is, is rounded.
+// Q8_0 and Q4_0 weights are exact in int8. Q4_0 and Q4_1 weights keep their nibbles in int4; what two blocks' scales are to each other
+// is off by half a percent in the mean (of a block with a scale far below its neighbour's nibbles are rounded anew), and minima by
+// up to 1 / 16,000 of their column's largest. What else there is, is rounded.
 #pragma once
 
 #include "layouts.h"
@@ -35,8 +37,8 @@ int64_t row_bytes(SourceKind kind, int64_t k);
 void decode_row(const uint8_t* row, SourceKind kind, int64_t k, float* out);
 
 // Fixes a linear's shape and its place in the arena; `paired` interleaves the two halves of its rows by
-// 16 columns. Throws std::invalid_argument.
-void define_linear(Model* model, Linear* linear, int64_t rows, int64_t k, Layout layout, bool paired, bool has_bias);
+// 16 columns, `fine`: activations have a scale per block even where weights are int4. Throws std::invalid_argument.
+void define_linear(Model* model, Linear* linear, int64_t rows, int64_t k, Layout layout, bool paired, bool has_bias, bool fine);
 
 // Packs rows [first_row, first_row + part.rows) in place, whatever was there.
 void pack_rows(const Linear& linear, uint8_t* arena, int64_t first_row, const WeightPart& part, int num_threads);

@@ -59,23 +59,29 @@ struct TileTarget {
 
 TileTarget target_of(const Activations& out, int64_t tile) {
   const int64_t row = tile * kTileRows, at = row * (out.padded_k / kBlockK);
-  return {rows_of_tile(out.num_rows, tile), reinterpret_cast<int32_t*>(out.values + row * out.padded_k), out.scales + at, out.sums + at, out.starts + at};
+  return {rows_of_tile(out.num_rows, tile), reinterpret_cast<int32_t*>(out.values + row * out.padded_k), out.scales + row * out.num_groups(), out.sums + at, out.starts + at};
 }
 
-// One row's block by itself.
-void quantize_alone(const Vec* x, int64_t row, int64_t block, const TileTarget& t) {
-  Vec most = vabs(x[0]);
-  for (int i = 1; i < kVecs; ++i) most = vmax(most, vabs(x[i]));
-  const float largest = vmaximum(most);
-  alignas(16) int32_t dwords[kBlockK / 4];
-  const int32_t sum = to_bytes(x, vset(largest > 0.0f ? 127.0f / largest : 0.0f), dwords);
-  int32_t* const values = t.values + block * kBlockK / 4 * t.num_rows + row;
-  for (int i = 0; i < kBlockK / 4; ++i) values[i * t.num_rows] = dwords[i];
-  const float scale = largest * (1.0f / 127.0f);
-  const int64_t at = block * t.num_rows + row;
-  t.scales[at] = scale;
-  t.sums[at] = scale * static_cast<float>(sum);
-  t.starts[at] = kMagicBits - 128 * sum;
+// One row's part of a group of kBlocks blocks.
+template <int kBlocks>
+void quantize_alone(const TileSource& s, int64_t row, int64_t block, int64_t group, const TileTarget& t) {
+  Vec x[kBlocks][kVecs], most = vzero();
+  for (int b = 0; b < kBlocks; ++b) {
+    load_block(s, row, block + b, x[b]);
+    for (int i = 0; i < kVecs; ++i) most = vmax(most, vabs(x[b][i]));
+  }
+  const float largest = vmaximum(most), scale = largest * (1.0f / 127.0f);
+  const Vec inverse = vset(largest > 0.0f ? 127.0f / largest : 0.0f);
+  t.scales[group * t.num_rows + row] = scale;
+  for (int b = 0; b < kBlocks; ++b) {
+    alignas(16) int32_t dwords[kBlockK / 4];
+    const int32_t sum = to_bytes(x[b], inverse, dwords);
+    int32_t* const values = t.values + (block + b) * kBlockK / 4 * t.num_rows + row;
+    for (int i = 0; i < kBlockK / 4; ++i) values[i * t.num_rows] = dwords[i];
+    const int64_t at = (block + b) * t.num_rows + row;
+    t.sums[at] = scale * static_cast<float>(sum);
+    t.starts[at] = kMagicBits - 128 * sum;
+  }
 }
 
 #if defined(__AVX512F__)
@@ -106,19 +112,8 @@ FE_INLINE void transpose_quarters(const __m512i* x, __m512i* out) {
   out[2] = _mm512_shuffle_i32x4(c, d, 0x88), out[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
 }
 
-// A block of 16 rows at once: what quantize_alone() does of each, transposed on the way.
-void quantize_together(const TileSource& s, int64_t block, const TileTarget& t) {
-  alignas(64) float x[kTileRows][kBlockK];
-  Vec most[kTileRows];
-  for (int64_t r = 0; r < kTileRows; ++r) {
-    Vec values[kVecs];
-    load_block(s, min_i(r, t.num_rows - 1), block, values);
-    for (int i = 0; i < kVecs; ++i) vstore(x[r] + i * kLanes, values[i]);
-    most[r] = vmax(vabs(values[0]), vabs(values[1]));
-  }
-  const Vec largest = largest_of_rows(most);
-  alignas(64) float inverses[kTileRows];
-  vstore(inverses, _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, vzero(), _CMP_GT_OQ), vset(127.0f), largest));
+// A block of 16 rows, transposed on the way.
+void put_together(const float (&x)[kTileRows][kBlockK], const float* inverses, Vec scale, int64_t block, const TileTarget& t) {
   __m512i pairs[kTileRows / 2];  // in each quarter q: quads q and q + 4 of the even row, then of the odd one
   for (int r = 0; r < kTileRows; r += 2) {
     __m512i words[2];
@@ -140,15 +135,52 @@ void quantize_together(const TileSource& s, int64_t block, const TileTarget& t) 
     _mm512_mask_storeu_epi32(t.values + (block * (kBlockK / 4) + q) * t.num_rows, there, quads[q]);
     sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), quads[q]);
   }
-  const Vec scale = vmul(largest, vset(1.0f / 127.0f));
   const int64_t at = block * t.num_rows;
-  vstore_n(t.scales + at, scale, t.num_rows);
   vstore_n(t.sums + at, vmul(scale, _mm512_cvtepi32_ps(sum)), t.num_rows);
   _mm512_mask_storeu_epi32(t.starts + at, there, _mm512_sub_epi32(_mm512_set1_epi32(kMagicBits), _mm512_slli_epi32(sum, 7)));
 }
 
+// What quantize_alone() does of each row, of 16 rows at once.
+template <int kBlocks>
+void quantize_together(const TileSource& s, int64_t block, int64_t group, const TileTarget& t) {
+  alignas(64) float x[kBlocks][kTileRows][kBlockK];
+  Vec most[kTileRows];
+  for (int64_t r = 0; r < kTileRows; ++r) {
+    for (int b = 0; b < kBlocks; ++b) {
+      Vec values[kVecs];
+      load_block(s, min_i(r, t.num_rows - 1), block + b, values);
+      for (int i = 0; i < kVecs; ++i) vstore(x[b][r] + i * kLanes, values[i]);
+      const Vec larger = vmax(vabs(values[0]), vabs(values[1]));
+      most[r] = b == 0 ? larger : vmax(most[r], larger);
+    }
+  }
+  const Vec largest = largest_of_rows(most), scale = vmul(largest, vset(1.0f / 127.0f));
+  alignas(64) float inverses[kTileRows];
+  vstore(inverses, _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, vzero(), _CMP_GT_OQ), vset(127.0f), largest));
+  vstore_n(t.scales + group * t.num_rows, scale, t.num_rows);
+  for (int b = 0; b < kBlocks; ++b) put_together(x[b], inverses, scale, block + b, t);
+}
+
 constexpr int64_t kTogetherFrom = 4;  // rows
 #endif
+
+template <int kBlocks>
+void quantize_group(const TileSource& source, int64_t block, int64_t group, const TileTarget& t) {
+#if defined(__AVX512F__)
+  if (t.num_rows >= kTogetherFrom) return quantize_together<kBlocks>(source, block, group, t);
+#endif
+  for (int64_t row = 0; row < t.num_rows; ++row) quantize_alone<kBlocks>(source, row, block, group, t);
+}
+
+void copy_group(const TileSource& source, int64_t tile, int64_t block, int64_t blocks, const Activations& out) {
+  for (int64_t row = 0; row < rows_of_tile(out.num_rows, tile); ++row) {
+    for (int64_t b = block; b < block + blocks; ++b) {
+      Vec values[kVecs];
+      load_block(source, row, b, values);
+      for (int i = 0; i < kVecs; ++i) vstore(out.rows + (tile * kTileRows + row) * out.padded_k + b * kBlockK + i * kLanes, values[i]);
+    }
+  }
+}
 
 // kLanes rows of a tile of `stride` rows, of which `lanes` are there. The unit is such that the products' sum can't overflow.
 void pair_sums(const float* sums, int64_t num_blocks, int64_t stride, int64_t lanes, int32_t* pairs, float* units) {
@@ -186,23 +218,17 @@ void make_sum_pairs(Activations* a, uint8_t* memory) {
   }
 }
 
-void quantize_tile(const TileSource& source, int64_t tile, int64_t first_block, int64_t last_block, const Activations& out) {
+void quantize_tile(const TileSource& source, int64_t tile, int64_t first_group, int64_t last_group, const Activations& out) {
   const TileTarget target = target_of(out, tile);
-  for (int64_t block = first_block; block < last_block; ++block) {
-#if defined(__AVX512F__)
-    if (out.quantized && target.num_rows >= kTogetherFrom) {
-      quantize_together(source, block, target);
-      continue;
-    }
-#endif
-    for (int64_t row = 0; row < target.num_rows; ++row) {
-      Vec values[kVecs];
-      load_block(source, row, block, values);
-      if (out.quantized) {
-        quantize_alone(values, row, block, target);
-      } else {
-        for (int i = 0; i < kVecs; ++i) vstore(out.rows + (tile * kTileRows + row) * out.padded_k + block * kBlockK + i * kLanes, values[i]);
-      }
+  const int64_t num_blocks = out.padded_k / kBlockK;
+  for (int64_t group = first_group; group < last_group; ++group) {
+    const int64_t block = group * out.group_blocks, blocks = min_i(out.group_blocks, num_blocks - block);
+    if (!out.quantized) {
+      copy_group(source, tile, block, blocks, out);
+    } else if (blocks == 1) {
+      quantize_group<1>(source, block, group, target);
+    } else {
+      quantize_group<2>(source, block, group, target);
     }
   }
 }

@@ -16,7 +16,7 @@ namespace {
 
 Activations shifted(const Activations& a, int64_t bytes) {
   const auto shift = [&](auto* p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<uint8_t*>(p) + bytes); };
-  return {a.num_rows, a.padded_k, a.quantized, shift(a.values), shift(a.scales), shift(a.sums), shift(a.starts), shift(a.rows), nullptr, nullptr};
+  return {a.num_rows, a.padded_k, a.group_blocks, a.quantized, shift(a.values), shift(a.scales), shift(a.sums), shift(a.starts), shift(a.rows), nullptr, nullptr};
 }
 
 float half_value(const uint8_t* p) {
@@ -64,29 +64,29 @@ struct Step {
     return for_linear(shifted(a, me.index * rows.copy_bytes), linear);
   }
 
-  void quantize_piece(const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out, int64_t tile, int64_t first_block, int64_t last_block) const {
+  void quantize_piece(const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out, int64_t tile, int64_t first_group, int64_t last_group) const {
     TileSource source{rows + tile * kTileRows * stride, stride, 0, k, weight, {}};
     for (int64_t r = 0; weight != nullptr && r < rows_of_tile(out.num_rows, tile); ++r) {
       source.factors[r] = norm_factor(source.x + r * stride, k, m.shape.rms_epsilon);
     }
-    quantize_tile(source, tile, first_block, last_block, out);
+    quantize_tile(source, tile, first_group, last_group, out);
   }
 
   // Rows of `k` values for a linear; with `weight`, after their norm. `own_copy`: `out` is this thread's alone.
   void quantize(Member& me, const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out, bool own_copy) const {
-    if (own_copy) return quantize_piece(rows, stride, k, weight, out, 0, 0, out.padded_k / kBlockK);
+    if (own_copy) return quantize_piece(rows, stride, k, weight, out, 0, 0, out.num_groups());
     quantize_tiles(me, rows, stride, k, weight, out, nullptr, ceil_div(out.num_rows, kTileRows));
   }
 
   // With null: the first `num_tiles`.
   void quantize_tiles(Member& me, const float* rows, int64_t stride, int64_t k, const float* weight, const Activations& out, const int32_t* tiles, int64_t num_tiles) const {
-    const int64_t num_blocks = out.padded_k / kBlockK;
+    const int64_t num_groups = out.num_groups();
     // Few tiles are shared out in pieces; what each then has to find out again, the norm's factors, is little.
-    const int64_t pieces = num_tiles >= 2 * me.team->num_threads ? 1 : min_i(me.team->num_threads, num_blocks);
+    const int64_t pieces = num_tiles >= 2 * me.team->num_threads ? 1 : min_i(me.team->num_threads, num_groups);
     for_tasks(me, num_tiles * pieces, 1, [&](int64_t first, int64_t last) {
       for (int64_t task = first; task < last; ++task) {
         const int64_t at = task / pieces, piece = task % pieces, tile = tiles != nullptr ? tiles[at] : at;
-        quantize_piece(rows, stride, k, weight, out, tile, num_blocks * piece / pieces, num_blocks * (piece + 1) / pieces);
+        quantize_piece(rows, stride, k, weight, out, tile, num_groups * piece / pieces, num_groups * (piece + 1) / pieces);
       }
     });
   }
@@ -220,35 +220,43 @@ struct Step {
     });
   }
 
-  // Two panels hold the gates and ups of 32 features: one group of the next linear's activations.
-  void gate(Member& me, const LayerView& layer, const RowSet& rows) const {
+  // kPanels panels hold the gates and ups of one group of the next linear's activations.
+  template <int kPanels>
+  void gate_in(Member& me, const LayerView& layer, const RowSet& rows) const {
+    constexpr int64_t kFeatures = kPanels * 16;
     const Activations product = for_linear(rows.product, layer.down);
     const bool at_once = product.quantized && layer.gate_up.num_panels * 16 == product.padded_k;
     const auto expect = [&](int64_t first, int64_t n, int64_t panel) {
       const auto* const values = reinterpret_cast<const float*>(product.values);
+      const int64_t num_bytes = min_i(kFeatures, product.padded_k - panel * 16);  // of a row
       for (int64_t r = 0; at_once && r < n; r += kTileRows) {
-        // A block of a full tile is contiguous.
-        const float* const block = values + ((first + r) * product.padded_k + panel / 2 * kBlockK * min_i(kTileRows, n - r)) / 4;
-        for (int64_t line = 0; line < kTileRows / 4; ++line) expect_write(block + line * kPanel);
+        // A group of a full tile is contiguous.
+        const float* const group = values + ((first + r) * product.padded_k + panel * 16 * min_i(kTileRows, n - r)) / 4;
+        for (int64_t line = 0; line < num_bytes / 8; ++line) expect_write(group + line * kPanel);
       }
     };
-    run_gemm<2>(me, layer.gate_up, own(me, rows, rows.input, layer.gate_up), scratch(me), expect, [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
-      const int64_t num_panels = min_i(2, layer.gate_up.num_panels - panel);
+    run_gemm<kPanels>(me, layer.gate_up, own(me, rows, rows.input, layer.gate_up), scratch(me), expect,
+                      [&](int64_t first, int64_t n, int64_t panel, const float (*values)[kChunkRows * kPanel]) {
+      const int64_t num_panels = min_i(kPanels, layer.gate_up.num_panels - panel);
       for (int64_t begin = 0; begin < n; begin += kTileRows) {
-        alignas(64) float gated[kTileRows * 32];
+        alignas(64) float gated[kTileRows * kFeatures];
         float* const target = at_once ? gated : rows.gated + (first + begin) * w.gated_stride + panel * 16;
-        const int64_t stride = at_once ? 32 : w.gated_stride;
+        const int64_t stride = at_once ? kFeatures : w.gated_stride;
         for (int64_t r = 0; r < min_i(kTileRows, n - begin); ++r) {
           for (int64_t p = 0; p < num_panels; ++p) {
             const float* const pair = values[p] + (begin + r) * kPanel;
             for (int64_t v = 0; v < 16; v += kLanes) vstore(target + r * stride + p * 16 + v, vmul(silu(vload(pair + v)), vload(pair + 16 + v)));
           }
         }
-        const int64_t block = panel / 2;
-        if (at_once) quantize_tile({gated, stride, block * kBlockK, product.padded_k, nullptr, {}}, (first + begin) / kTileRows, block, block + 1, product);
+        const int64_t group = panel / kPanels;
+        if (at_once) quantize_tile({gated, stride, panel * 16, product.padded_k, nullptr, {}}, (first + begin) / kTileRows, group, group + 1, product);
       }
     });
     if (!at_once) quantize(me, rows.gated, w.gated_stride, m.shape.intermediate, nullptr, product, false);
+  }
+
+  void gate(Member& me, const LayerView& layer, const RowSet& rows) const {
+    for_linear(rows.product, layer.down).group_blocks == 2 ? gate_in<4>(me, layer, rows) : gate_in<2>(me, layer, rows);
   }
 
   void last_norm(Member& me) const {

@@ -12,7 +12,7 @@ namespace fused {
 
 // Output columns lie in panels of 32: two vectors of 16 accumulators on AVX-512, four of 8 on AVX2.
 constexpr int64_t kPanel = 32;
-// Weights of a block of 32 k's share a scale, and so do a row's activations. K is padded to whole blocks.
+// Weights of a block of 32 k's share a scale or a step, and so do a row's activations, or those of two blocks. K is padded to whole blocks.
 constexpr int64_t kBlockK = 32;
 // Rows of activations that one GEMM tile computes together.
 constexpr int64_t kTileRows = 16;
@@ -20,7 +20,7 @@ constexpr int64_t kTileRows = 16;
 enum class Layout : int32_t {
   kFloat32 = 0,  // [panel][k][32] float: for checking
   kInt8 = 1,     // [panel][k / 32][1088 bytes], value = scale * (u8 - 128): see pack.h
-  kInt4 = 2,     // [panel][k / 32][576 bytes] and minima, value = scale * nibble + minimum: see pack.h
+  kInt4 = 2,     // [panel][k / 64][1088 bytes], steps and minima, value = scale * step * nibble + minimum: see pack.h
 };
 
 enum class KvType : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
@@ -32,6 +32,7 @@ struct LinearView {
   int64_t padded_k;    // multiple of kBlockK
   int64_t num_panels;  // of kPanel columns, the last one padded
   int64_t panel_bytes;
+  int64_t group_blocks;  // blocks that share a scale in its activations: 1, or of int4 2
   const uint8_t* weights;
   const float* bias;  // [num_panels * 32], or null
 };

@@ -31,6 +31,7 @@ Activations cut_activations(Cutter* cutter, const LinearView& w, const LinearVie
   Activations a;
   a.num_rows = num_rows;
   a.padded_k = w.padded_k;
+  a.group_blocks = 1;
   const bool any_quantized = w.layout != Layout::kFloat32 || other.layout != Layout::kFloat32;
   const bool any_float = w.layout == Layout::kFloat32 || other.layout == Layout::kFloat32;
   const int64_t quantized_rows = any_quantized ? num_rows : 0, num_blocks = w.padded_k / kBlockK;

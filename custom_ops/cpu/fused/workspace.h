@@ -58,6 +58,7 @@ struct Workspace {
 FE_INLINE Activations for_linear(const Activations& a, const LinearView& w) {
   Activations out = a;
   out.quantized = w.layout != Layout::kFloat32;
+  out.group_blocks = w.group_blocks;
   return out;
 }
 
