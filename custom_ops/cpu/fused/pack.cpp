@@ -123,8 +123,7 @@ void fit(const float* weights, float step, float* base, int8_t* q) {
   }
 }
 
-// Two blocks with integer steps and one scale: of all largest steps the one that fits both best. A value that is not finite makes
-// the scale so.
+// Two blocks with integer steps and one scale, of all steps those that fit both best. A value that is not finite makes the scale so.
 QuantizedGroup in_group(const QuantizedBlock* blocks) {
   float weights[2][kBlockK], energy[2], step[2];
   for (int h = 0; h < 2; ++h) {
@@ -135,23 +134,27 @@ QuantizedGroup in_group(const QuantizedBlock* blocks) {
     energy[h] = squares + 1e-3f, step[h] = std::fabs(blocks[h].step);
   }
   QuantizedGroup group{};
-  const float larger = std::max(step[0], step[1]), finite = (step[0] + step[1] + blocks[0].base + blocks[1].base) * 0.0f;
+  const int larger = step[1] > step[0] ? 1 : 0, smaller = 1 - larger;
+  const float finite = (step[0] + step[1] + blocks[0].base + blocks[1].base) * 0.0f;
   float least = std::numeric_limits<float>::infinity();
-  for (int most = (kMostStep + 1) / 2; larger > 0.0f && most <= kMostStep; ++most) {
-    int candidate[2];
+  const auto try_steps = [&](const int (&steps)[2]) {
     float product = 0.0f, square = 0.0f, error = 0.0f;
-    for (int h = 0; h < 2; ++h) {
-      candidate[h] = step[h] > 0.0f ? std::max(1, static_cast<int>(std::nearbyint(step[h] / larger * static_cast<float>(most)))) : 0;
-      product += static_cast<float>(candidate[h]) * step[h] * energy[h], square += static_cast<float>(candidate[h] * candidate[h]) * energy[h];
-    }
+    for (int h = 0; h < 2; ++h) product += static_cast<float>(steps[h]) * step[h] * energy[h], square += static_cast<float>(steps[h] * steps[h]) * energy[h];
     const float scale = rounded_to_half(product / square);
-    for (int h = 0; h < 2; ++h) error += (step[h] - scale * static_cast<float>(candidate[h])) * (step[h] - scale * static_cast<float>(candidate[h])) * energy[h];
-    if (error < least) least = error, group.scale = scale, group.step[0] = candidate[0], group.step[1] = candidate[1];
+    for (int h = 0; h < 2; ++h) error += (step[h] - scale * static_cast<float>(steps[h])) * (step[h] - scale * static_cast<float>(steps[h])) * energy[h];
+    if (error < least) least = error, group.scale = scale, group.step[0] = steps[0], group.step[1] = steps[1];
+  };
+  for (int most = 1; step[larger] > 0.0f && most <= kMostStep; ++most) {
+    const int below = static_cast<int>(step[smaller] / step[larger] * static_cast<float>(most));
+    for (int other = below; other <= below + 1; ++other) {
+      int steps[2];
+      steps[larger] = most, steps[smaller] = step[smaller] > 0.0f ? std::min(std::max(other, 1), kMostStep) : 0;
+      try_steps(steps);
+    }
   }
   for (int h = 0; h < 2; ++h) {
-    const float fitted = group.scale * static_cast<float>(group.step[h]);
     group.base[h] = std::min(blocks[h].base, blocks[h].base + 15.0f * blocks[h].step);  // that of a negative step lies at its other end
-    fit(weights[h], fitted, &group.base[h], group.q[h]);
+    fit(weights[h], group.scale * static_cast<float>(group.step[h]), &group.base[h], group.q[h]);
   }
   group.scale += group.scale * 0.0f + finite;
   return group;
