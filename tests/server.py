@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -61,6 +62,10 @@ class Server:
         """The instance's directory in shared memory; the server must have started a process by now."""
         command = next(command for command in self.tree().values() if "--runtime-dir" in command)
         return Path(command.split("--runtime-dir", 1)[1].split()[0])
+
+    def crash_reports(self) -> set[Path]:
+        """Those it has said to be written."""
+        return {Path(path) for path in re.findall(r"wrote the crash report (\S+)", self.output())}
 
     def metric(self, name: str) -> float:
         """The sum over all label values of the metric ``fastengine:<name>``."""

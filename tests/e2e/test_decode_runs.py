@@ -26,7 +26,7 @@ SAMPLINGS = [
     SamplingParams(temperature=0.0, max_tokens=70),
     SamplingParams(temperature=0.8, seed=5, max_tokens=41),
     SamplingParams(temperature=1.0, top_p=0.9, top_k=40, seed=6, max_tokens=64),
-    SamplingParams(temperature=0.0, max_tokens=48, stop=(" the",)),
+    SamplingParams(temperature=0.0, max_tokens=48, min_tokens=10, stop=(" the", ",", ".", "\n")),
     SamplingParams(temperature=0.0, max_tokens=30, min_tokens=4),
     SamplingParams(temperature=0.7, seed=7, max_tokens=25, repetition_penalty=1.2),
     SamplingParams(temperature=0.0, max_tokens=20, logprobs=2),

@@ -99,6 +99,7 @@ def test_what_was_recorded_can_be_replayed(mortal: Server, undisturbed: list[lis
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGALRM], ids=["killed", "hung"])
 def test_a_dead_engine_is_a_503_at_once_and_is_started_again(mortal: Server, undisturbed: list[list[int]], signum: signal.Signals) -> None:
     """SIGALRM is what the watchdog of a thread that hangs sends."""
+    reports_before = mortal.crash_reports()
     body = {"model": "default", "prompt": [5, 6], "max_tokens": 240, "ignore_eos": True}
     with httpx.stream("POST", mortal.url + "/v1/completions", json={**body, "stream": True}, timeout=30) as reply:
         lines = reply.iter_lines()
@@ -107,7 +108,8 @@ def test_a_dead_engine_is_a_503_at_once_and_is_started_again(mortal: Server, und
         rest = "".join(lines)
         assert "[DONE]" not in rest.split('"error"')[0]
         assert '"error"' in rest
-    report, records = read_report(sorted(mortal.dumps.glob("crash-*-api0-*"))[-1])
+    wait_until(lambda: mortal.crash_reports() - reports_before, 60, "the report of it")
+    report, records = read_report(next(iter(mortal.crash_reports() - reports_before)))
     assert report["what"] == "engine"
     assert [(record.state, record.prompt_token_ids) for record in records if record.state != "finished"] == [("running", [5, 6])]
     assert all(record.output_token_ids for record in records if record.state != "waiting")
@@ -124,6 +126,7 @@ def test_a_dead_engine_is_a_503_at_once_and_is_started_again(mortal: Server, und
 def test_a_stopped_process_counts_as_dead(mortal: Server, undisturbed: list[list[int]], victim: str) -> None:
     """Nothing in it can tell: its supervisor asks, and notices that it neither answers nor uses the CPU."""
     pid, hangs_before = mortal.find(victim), mortal.output().count(" hangs: it was stopped")
+    reports_before = mortal.crash_reports()
     body = {"model": "default", "prompt": [5, 6], "max_tokens": 240, "ignore_eos": True, "stream": True}
     with contextlib.suppress(httpx.TransportError):  # what a client of a killed API process sees
         with httpx.stream("POST", mortal.url + "/v1/completions", json=body, timeout=60) as reply:
@@ -134,11 +137,13 @@ def test_a_stopped_process_counts_as_dead(mortal: Server, undisturbed: list[list
         # It is continued for a moment before its end, to say where it stands, which may be enough to finish.
         assert '"error"' in rest or rest.endswith("[DONE]")
     wait_until(lambda: pid not in mortal.tree(), 60, "the victim's end")
+    # Until the supervisor has seen it too, its server seems healthy.
+    wait_until(lambda: mortal.crash_reports() - reports_before, 60, "the report of it")
     wait_ready(mortal)
     assert mortal.output().count(" hangs: it was stopped") == hangs_before + 1
     stacks = mortal.output().rsplit(" hangs: it was stopped", 1)[1]
     assert ("engine/service.py" if victim == ENGINE else "fastengine/frontend/__main__.py") in stacks
-    report, records = read_report(max(mortal.dumps.glob("crash-*"), key=lambda path: path.stat().st_mtime))
+    report, records = read_report(next(iter(mortal.crash_reports() - reports_before)))
     assert report["what"] == ("engine" if victim == ENGINE else "API process 0")
     assert "it hung: it was stopped" in report["reason"]
     assert records[-1].prompt_token_ids == [5, 6]  # finished meanwhile, in the engine of a stopped API process
