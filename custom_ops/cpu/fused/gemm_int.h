@@ -24,7 +24,7 @@ FE_INLINE Vec as_floats(IVec x) { return _mm512_castsi512_ps(x); }
 FE_INLINE Vec as_floats(IVec x) { return _mm256_castsi256_ps(x); }
 #endif
 
-// 16-bit factors of columns' sums: what they are times, less kMagic times it, which is exact as scales are f16.
+// What kMagic in a sum comes to, to be added to the scaled sum: exact, as scales are f16 and steps have four bits.
 FE_INLINE Vec offset_of(Vec scale) { return vmul(scale, vset(-kMagic)); }
 
 // One block's activations of a tile from one row on, and where that row's results are.
@@ -41,7 +41,7 @@ struct BlockRows {
   }
 };
 
-// out += what the float sums, which have kMagic added, are in floats.
+// out += a sum with kMagic in it, less that, scaled by the weights and then by the activations.
 FE_INLINE void add_scaled(Vec sum, Vec scale, Vec offset, Vec row_scale, float* out) { vstore(out, vfma(vfma(sum, scale, offset), row_scale, vload(out))); }
 
 // A Block has `template <int kRows> void add(const BlockRows&, int64_t stride) const`; `stride`: the rows of the tile.
