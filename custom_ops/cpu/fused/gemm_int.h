@@ -33,16 +33,27 @@ struct BlockRows {
   const float* scales;
   const int32_t* starts;
   float* out;        // [kPanel] a row
-  int32_t* partial;  // [kColumnsAtOnce] a row
+  int32_t* partial;  // [kColumnsAtOnce] a row, or null
 
   __attribute__((always_inline)) void advance(int64_t rows) {
     values += rows, scales += rows, starts += rows;
-    out += rows * kPanel, partial += rows * kColumnsAtOnce;
+    out += rows * kPanel;
+    if (partial != nullptr) partial += rows * kColumnsAtOnce;
   }
 };
 
 // out += a sum with kMagic in it, less that, scaled by the weights and then by the activations.
 FE_INLINE void add_scaled(Vec sum, Vec scale, Vec offset, Vec row_scale, float* out) { vstore(out, vfma(vfma(sum, scale, offset), row_scale, vload(out))); }
+
+#if defined(FE_HAS_DOTS)
+// sums += a block of weights . that of kRows rows.
+template <int kRows>
+FE_INLINE void add_block(const IVec (&quads)[kQuads][kAtOnce], const BlockRows& x, int64_t stride, IVec (&sums)[kRows][kAtOnce]) {
+  for (int q = 0; q < kQuads; ++q) {
+    for (int r = 0; r < kRows; ++r) add_dots_of(sums[r], quads[q], x.values + q * stride + r);
+  }
+}
+#endif
 
 // A Block has `template <int kRows> void add(const BlockRows&, int64_t stride) const`; `stride`: the rows of the tile.
 template <typename Block>
@@ -75,7 +86,7 @@ FE_INLINE void add_tiles(const Block& w, const Activations& a, int64_t b, int64_
                       a.scales + row * a.num_groups() + b / a.group_blocks * rows,
                       a.starts + row * num_blocks + b * rows,
                       out + passed * kPanel,
-                      partial + passed * kColumnsAtOnce};
+                      partial != nullptr ? partial + passed * kColumnsAtOnce : nullptr};
     if (rows == kTileRows) {
       add_tile_of<kTileRows>(w, x);
     } else if (rows == kTileRows / 2) {

@@ -68,9 +68,7 @@ struct Int4Block {
     for (int r = 0; r < kRows; ++r) {
       for (int u = 0; u < kAtOnce; ++u) sums[r][u] = start(x, r, u);
     }
-    for (int q = 0; q < kQuads; ++q) {
-      for (int r = 0; r < kRows; ++r) add_dots_of(sums[r], quads[q], x.values + q * stride + r);
-    }
+    add_block<kRows>(quads, x, stride, sums);
 #else
     // 16 bits hold all 32 products of nibbles: 15 * 127 * 2 in each of 8 quads.
     for (int r = 0; r < kRows; ++r) {

@@ -19,9 +19,7 @@ struct Int8Block {
     for (int r = 0; r < kRows; ++r) {
       for (int u = 0; u < kAtOnce; ++u) sums[r][u] = iset(x.starts[r]);
     }
-    for (int q = 0; q < kQuads; ++q) {
-      for (int r = 0; r < kRows; ++r) add_dots_of(sums[r], quads[q], x.values + q * stride + r);
-    }
+    add_block<kRows>(quads, x, stride, sums);
 #else
     // In sums of 16 bits, which hold two products when the signs are the activations': 2 * 128 * 127.
     const IVec ones = _mm256_set1_epi16(1);
