@@ -29,7 +29,8 @@ FE_INLINE int64_t queries_per_task(const ModelShape& shape, const StepArgs& s, i
 
 // Calls visit(seq, first query, num_queries, num_chunks, row) for each run of queries that are walked together; `row` is the
 // first one's among all, or with `samples_only`, where there are no others, among those that sample.
-// The last queries of a prefill see the most keys: they come first, so that no thread ends with one.
+// Runs come in as many parts as there are threads, which are about the rows that each thread has. The last queries of a prefill see
+// the most keys: they come first of their part, so that no thread ends with one.
 template <typename Visit>
 FE_INLINE void for_query_runs(const ModelShape& shape, const StepArgs& s, int num_threads, bool samples_only, const Visit& visit) {
   const int64_t per_task = queries_per_task(shape, s, num_threads);
@@ -40,9 +41,12 @@ FE_INLINE void for_query_runs(const ModelShape& shape, const StepArgs& s, int nu
       visit(i, length - 1, 1, ceil_div(start + length, kChunk), row++);
       continue;
     }
-    for (int64_t t = ceil_div(length, per_task) - 1; t >= 0; --t) {
-      const int64_t first = t * per_task, count = min_i(per_task, length - first);
-      visit(i, first, count, ceil_div(start + first + count, kChunk), s.query_starts[i] + first);
+    const int64_t num_runs = ceil_div(length, per_task);
+    for (int64_t part = 0; part < num_threads; ++part) {
+      for (int64_t t = num_runs * (part + 1) / num_threads - 1; t >= num_runs * part / num_threads; --t) {
+        const int64_t first = t * per_task, count = min_i(per_task, length - first);
+        visit(i, first, count, ceil_div(start + first + count, kChunk), s.query_starts[i] + first);
+      }
     }
   }
 }

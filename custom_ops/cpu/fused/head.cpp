@@ -105,7 +105,7 @@ struct Head {
     const int64_t num_blocks = m.screen.padded_k / kBlockK, num_rows = s.num_samples;
     const uint8_t* const first = m.screen.weights + panel * m.screen.panel_bytes;
     const int64_t num_groups = ceil_div(num_blocks, 2);
-    const uint8_t *const steps = first + int4_steps_at(ceil_div(num_blocks, 2)), *const scales = first + int4_groups_at(ceil_div(num_blocks, 2)) + kScalesAt;
+    const uint8_t *const steps = first + int4_steps_at(num_groups), *const scales = first + int4_groups_at(num_groups) + kScalesAt;
     const auto step_of = [&](int64_t b, int64_t column) { return vmul(halves(scales + b / 2 * kInt4GroupBytes + column * 2), to_floats(steps_of(steps + b / 2 * kPanel + column, b % 2))); };
     const float *const energies = w.screening.energies + row, *const shifts = w.screening.shifts + row;
     for (int64_t strip = 0; strip < kPanel / kStrip; ++strip) {

@@ -79,6 +79,22 @@ def test_a_row_is_bit_identical_in_any_batch(isa: str, layout: Layout, kv_type: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("length", [127, 250])
+def test_a_prompt_is_bit_identical_however_threads_share_it(isa: str, layout: Layout, length: int) -> None:
+    """Threads have panels of their own, or rows, in one part or several."""
+    model = TinyModel(layout, isa, head_dim=64, num_layers=2)
+    tokens = np.random.default_rng(6).integers(0, 300, length)
+    results = []
+    for num_threads in (1, 2, 3):
+        model.fused.num_threads = num_threads
+        results.append(step(model.fused, TinyCache(KvType.INT8, model.shape), [Row(tokens, 0, blocks_for(length, 0))]))
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+    assert relative_error(results[0], model.logits(tokens)) < TOLERANCE[layout] + KV_TOLERANCE[KvType.INT8]
+    model.fused.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("sizes", [{}, {"head_dim": 64}, {"num_heads": 3, "num_kv_heads": 1}, {"num_heads": 3, "num_kv_heads": 1, "head_dim": 16}])
 def test_rows_that_do_not_sample_may_stop_early_and_nothing_else_changes(isa: str, layout: Layout, kv_type: KvType, sizes: dict[str, int]) -> None:
