@@ -99,6 +99,8 @@ FE_INLINE int64_t partial_floats(int64_t num_rows, int64_t head_dim) { return 2 
 
 // Stores one token's key and value row of one head at `slot`.
 void write_kv(const KvLayer& cache, int64_t slot, int64_t head, const float* key, const float* value);
+// Asks for the memory of an int8 cache that write_kv() is going to write.
+void expect_kv(const KvLayer& cache, int64_t slot, int64_t head);
 // In an int8 cache: rows [num_rows][head_dim] of one head, but for those whose slot is negative.
 void write_keys(const KvLayer& cache, const int32_t* slots, int64_t num_rows, int64_t head, const float* rows);
 void write_values(const KvLayer& cache, const int32_t* slots, int64_t num_rows, int64_t head, const float* rows);

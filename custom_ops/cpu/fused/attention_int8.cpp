@@ -169,7 +169,7 @@ struct Int8Kernel {
     for (int v = 0; v < kVecs; ++v) {
       const int64_t at = position + v * kLanes;
       keys[v] = kWhole && v > 0 ? keys[0] + v * kLanes * 4 : chunk.keys[at / 16] + at % 16 * 4;
-      ahead[v] = kWhole && v > 0 ? ahead[0] + v * kLanes * 4 : next.keys[at / 16] + at % 16 * 4;
+      ahead[v] = next.keys[at / 16] + at % 16 * 4;  // not side by side: where these are a task's last, those may be two tasks'
       for (int r = 0; r < kRows; ++r) sums[r][v] = iset(starts[request.first + r]);
     }
     const int64_t stride = block_size * 4;
@@ -205,12 +205,13 @@ struct Int8Kernel {
 
   template <int kRows, int kVecs>
   FE_MEMBER void score(const Chunk& chunk, const Chunk& next, int64_t position, const GroupRequest& request, Vec* most, float* scores) const {
-    if (block_size % (kVecs * kLanes) != 0) {
-      score<kRows, kVecs, false, true>(chunk, next, position, request, most, scores);
-    } else if (request.asks_ahead) {
-      score<kRows, kVecs, true, true>(chunk, next, position, request, most, scores);
+    // Neither where blocks are short nor where the last piece stands for one behind it, which nobody has asked for.
+    const int64_t last = position + (kVecs - 1) * kLanes;
+    const bool whole = chunk.keys[last / 16] + last % 16 * 4 == chunk.keys[position / 16] + position % 16 * 4 + (kVecs - 1) * kLanes * 4;
+    if (request.asks_ahead) {
+      whole ? score<kRows, kVecs, true, true>(chunk, next, position, request, most, scores) : score<kRows, kVecs, false, true>(chunk, next, position, request, most, scores);
     } else {
-      score<kRows, kVecs, true, false>(chunk, next, position, request, most, scores);
+      whole ? score<kRows, kVecs, true, false>(chunk, next, position, request, most, scores) : score<kRows, kVecs, false, false>(chunk, next, position, request, most, scores);
     }
   }
 

@@ -45,8 +45,8 @@ FE_INLINE void take_queries(const AttentionInput& in, const AttentionTask& task,
   }
 }
 
-// Asks for what take_queries() reads of a new token.
-FE_INLINE void expect_rows(const AttentionInput& in, const AttentionTask& task) {
+// Asks for what take_queries() reads and writes of a new token.
+FE_INLINE void expect_new(const AttentionInput& in, const AttentionTask& task) {
   const int64_t d = in.cache.head_dim, heads = in.num_heads / in.cache.num_kv_heads;
   const float* const row = in.qkv + task.first_token * in.qkv_stride;
   const auto ask = [](const float* p, int64_t n) {
@@ -55,6 +55,8 @@ FE_INLINE void expect_rows(const AttentionInput& in, const AttentionTask& task) 
   ask(row + task.kv_head * heads * d, heads * d);
   ask(row + (in.num_heads + task.kv_head) * d, d);
   ask(row + (in.num_heads + in.cache.num_kv_heads + task.kv_head) * d, d);
+  const int64_t slot = in.new_rows.slot_mapping[task.first_token];
+  if (slot >= 0 && task.last_chunk * kChunk > task.first_position) expect_kv(in.cache, slot, task.kv_head);
 }
 
 // What becomes of a chunk's results: they are kept beside others, begin the rows' state, or are folded into it.
@@ -141,7 +143,7 @@ FE_INLINE void fill_chunk(const Kernel& kernel, const AttentionInput& in, int64_
 // it works on it asks for one of these: a short chunk, which is soon over, for few, and a long one for many.
 class PiecesAhead {
  public:
-  static constexpr int64_t kAhead = kChunk / 16;
+  static constexpr int64_t kAhead = 2 * kChunk / 16;
 
   FE_MEMBER PiecesAhead(const AttentionInput& in, const AttentionTask* task, const AttentionTask* end)
       : walk_(in, *task, 0), task_(task), end_(end), piece_(first_piece_of(*task) + kAhead), last_(end_piece_of(*task)) {
@@ -240,7 +242,7 @@ FE_INLINE void walk(const AttentionInput& in, const AttentionTask* tasks, const 
   Kernel kernel(in, own + rotation_floats(d, in.new_rows.rotary_dim));
   if (!kernel.take_finished(in, task)) {
     take_queries(in, task, own, queries);
-    if (tasks + 1 != end_of_tasks && tasks[1].is_new != 0) expect_rows(in, tasks[1]);
+    if (tasks + 1 != end_of_tasks && tasks[1].is_new != 0) expect_new(in, tasks[1]);
     kernel.take(in, queries, num_rows);
   }
   TaskState state;

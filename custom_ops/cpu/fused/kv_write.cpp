@@ -174,6 +174,16 @@ void write_values(const KvLayer& cache, const int32_t* slots, int64_t num_rows, 
   }
 }
 
+void expect_kv(const KvLayer& cache, int64_t slot, int64_t head) {
+  if (cache.type != KvType::kInt8) return;
+  const auto ask = [](const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); };
+  const Place at = place_of(cache, slot, head);
+  for (int64_t i = 0; i < cache.head_dim; i += 4) ask(keys_at(cache, at) + i * cache.block_size);
+  for (int64_t i = 0; i < 4 * cache.head_dim; i += 64) ask(values_at(cache, at) + i);
+  ask(cache.key_scale + at.row);
+  ask(cache.value_scale + at.row);
+}
+
 void write_kv(const KvLayer& cache, int64_t slot, int64_t head, const float* key, const float* value) {
   switch (cache.type) {
     case KvType::kFloat32: return store_row<float>(cache, slot, head, key, value);
