@@ -17,6 +17,8 @@ constexpr int kAtOnce = kPanel / kLanes, kMaxRows = 2;
 constexpr int kAtOnce = 2, kMaxRows = 4;
 #endif
 constexpr int64_t kColumnsAtOnce = kAtOnce * kLanes;
+// Whether four k's of a column begin a cache line.
+FE_INLINE bool begins_line(int64_t column) { return column % 16 == 0; }
 
 #if defined(__AVX512F__)
 FE_INLINE Vec as_floats(IVec x) { return _mm512_castsi512_ps(x); }

@@ -96,7 +96,9 @@ FE_INLINE Int4Block<kSums> load_block(const uint8_t* group, const uint8_t* steps
     w.offsets[u] = offset_of(w.scales[u]);
     const IVec step = twice_16(steps_of(steps + at, half));
     for (int q = 0; q < kQuads; ++q) {
-      const IVec pairs = iload(group + kInt4NibblesAt + (q * kPanel + at) * 4);
+      const uint8_t* const quads = group + kInt4NibblesAt + (q * kPanel + at) * 4;
+      if (begins_line(at) && q / (kQuads / 2) == half) ask_ahead(quads);
+      const IVec pairs = iload(quads);
 #if defined(FE_HAS_DOTS)
       w.quads[q][u] = half == 0 ? times_low(bytes_and(pairs, 0x0f), step) : times_high(bytes_and(pairs, 0xf0), step);
 #else
@@ -137,7 +139,10 @@ FE_INLINE void add_few(const uint8_t* group, const uint8_t* steps, int64_t colum
   }
   for (int q = 0; q < kQuads; ++q) {
     for (int u = 0; u < kAtOnce; ++u) {
-      const IVec pairs = iload(group + kInt4NibblesAt + (q * kPanel + column + u * kLanes) * 4);
+      const int64_t at = column + u * kLanes;
+      const uint8_t* const quads = group + kInt4NibblesAt + (q * kPanel + at) * 4;
+      if (begins_line(at)) ask_ahead(quads);
+      const IVec pairs = iload(quads);
       const IVec lows = bytes_and(pairs, 0x0f), highs = bytes_and(pairs, 0xf0);
       for (int r = 0; r < kRows; ++r) {
         add_dots(low[r][u], lows, iset(values[q * kRows + r]));
@@ -217,13 +222,13 @@ FE_INLINE void start_with_minima(const uint8_t* panel, const Activations& a, int
 void int4_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, int64_t num_tiles, float* out) {
   const int64_t num_blocks = a.padded_k / kBlockK, num_groups = ceil_div(num_blocks, 2), header_bytes = int4_groups_at(num_groups);
   const bool together = a.group_blocks == 2, few = a.num_rows <= kFewRows;
-  for (int64_t line = 0; line < header_bytes; line += 64) __builtin_prefetch(panel + kAskedAhead + line);
+  for (int64_t line = 0; line < header_bytes; line += 64) ask_ahead(panel + line);
   start_with_minima(panel, a, first_tile * kTileRows, rows_of_tiles(a, first_tile, num_tiles), out);
   const uint8_t* steps = panel + int4_steps_at(num_groups);
   const uint8_t* group = panel + header_bytes;
   alignas(64) int32_t partial[kChunkRows * kColumnsAtOnce];
   for (int64_t g = 0; g < num_groups; ++g, group += kInt4GroupBytes, steps += kPanel) {
-    for (int64_t line = 0; line < kInt4GroupBytes; line += 64) __builtin_prefetch(group + kAskedAhead + line);
+    ask_ahead(group);
     const int64_t b = 2 * g;
     for (int64_t column = 0; column < kPanel; column += kColumnsAtOnce) {
       if (few && b + 1 < num_blocks) {

@@ -56,7 +56,9 @@ FE_INLINE Int8Block load_block(const uint8_t* block, int64_t column) {
     w.scales[u] = halves(block + kScalesAt + at * 2);
     w.offsets[u] = offset_of(w.scales[u]);
     for (int q = 0; q < kQuads; ++q) {
-      w.quads[q][u] = iload(block + kInt8ValuesAt + (q * kPanel + at) * 4);
+      const uint8_t* const quads = block + kInt8ValuesAt + (q * kPanel + at) * 4;
+      if (begins_line(at)) ask_ahead(quads);
+      w.quads[q][u] = iload(quads);
 #if !defined(FE_HAS_DOTS)
       w.quads[q][u] = _mm256_xor_si256(w.quads[q][u], _mm256_set1_epi8(-128));
       w.sizes[q][u] = _mm256_abs_epi8(w.quads[q][u]);
@@ -72,7 +74,7 @@ void int8_panel(const uint8_t* panel, const Activations& a, int64_t first_tile, 
   const int64_t num_blocks = a.padded_k / kBlockK, num_rows = rows_of_tiles(a, first_tile, num_tiles);
   for (int64_t i = 0; i < num_rows * kPanel; i += kLanes) vstore(out + i, vzero());
   for (int64_t b = 0; b < num_blocks; ++b, panel += kInt8BlockBytes) {
-    for (int64_t line = 0; line < kInt8BlockBytes; line += 64) __builtin_prefetch(panel + kAskedAhead + line);
+    ask_ahead(panel);
     for (int64_t column = 0; column < kPanel; column += kColumnsAtOnce) add_tiles(load_block(panel, column), a, b, first_tile, num_tiles, out + column, nullptr);
   }
 }

@@ -117,7 +117,7 @@ struct Head {
         for (int r = 0; r < kRows; ++r) values[r] = vload(coarse + r * kPanel + v), variances[r] = vzero();
         for (int64_t b = 0; b < num_blocks; ++b) {
           // Reading goes on while bounds are computed, from where the GEMM has asked for the next panel's weights.
-          __builtin_prefetch(first + m.screen.panel_bytes + kAskedAhead + (v / kLanes * num_blocks + b) * 64);
+          ask_ahead(first + m.screen.panel_bytes + (v / kLanes * num_blocks + b) * 64);
           const Vec step = step_of(b, v), square = vmul(step, step);
           for (int r = 0; r < kRows; ++r) {
             values[r] = vfma(step, vset(shifts[b * num_rows + r]), values[r]);
