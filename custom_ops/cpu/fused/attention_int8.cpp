@@ -181,7 +181,13 @@ struct Int8Kernel {
         keys[v] += stride;
         if (kAsks) prefetch(ahead[v]), ahead[v] += stride;
       }
-      for (int r = 0; r < kRows; ++r) add_dots_of(sums[r], key, reinterpret_cast<const int32_t*>(query + r * d));
+      // Spread once: of 24 products beside each other, one of which takes half a cycle, not each can load a query for itself.
+      for (int r = 0; r < kRows; ++r) {
+        int32_t quad;
+        __builtin_memcpy(&quad, query + r * d, sizeof(quad));
+        const IVec q = iset(quad);
+        for (int v = 0; v < kVecs; ++v) add_dots(sums[r][v], key[v], q);
+      }
     }
     const auto scale_all = [&](bool masked) __attribute__((always_inline)) {
 #pragma GCC unroll 6
