@@ -64,10 +64,11 @@ class LayerCache:
     scales: tuple[Storage, ...] = ()  # of keys and of values
 
     @classmethod
-    def of(cls, shape: KVShape, num_blocks: int, device: str) -> LayerCache:
+    def of(cls, shape: KVShape, num_blocks: int, device: str, *, huge_pages: bool = False) -> LayerCache:
         pool = shape.pool(num_blocks)
         scales = (Storage(pool[:3], "float32", device), Storage(pool[:3], "float32", device)) if shape.has_scales else ()
-        return cls(Storage(pool, shape.stored_dtype, device), Storage(pool, shape.stored_dtype, device), scales)
+        key, value = (Storage(pool, shape.stored_dtype, device, huge_pages=huge_pages) for _ in range(2))
+        return cls(key, value, scales)
 
     @property
     def block_size(self) -> int:
@@ -100,7 +101,8 @@ class KVCache:
         self.shape = shape
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
-        self.layers = [LayerCache.of(shape, num_blocks, device) for _ in range(shape.num_layers)]
+        # A step reads blocks all over them, and would look up a page for each.
+        self.layers = [LayerCache.of(shape, num_blocks, device, huge_pages=True) for _ in range(shape.num_layers)]
         self.host_layers = [LayerCache.of(shape, num_host_blocks, "cpu") for _ in range(shape.num_layers)] if num_host_blocks else []
         self._copy_blocks = copy_blocks
         self._staged = None if copy_blocks is None else StagedSwap(self._swapped_pools(), copy_blocks)
@@ -108,7 +110,7 @@ class KVCache:
         self.allocate()
 
     def allocate(self) -> None:
-        """Take the memory, zeroed; on a CPU pages are used as blocks are first written."""
+        """Take the memory, zeroed; on a CPU pages, of 2 MiB where the system has them, are used as blocks are first written."""
         for storage in self._storages():
             storage.allocate()
         self._moves = None

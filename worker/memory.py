@@ -45,7 +45,7 @@ class Storage:
     """A tensor of fixed shape and dtype whose memory can be dropped and taken again.
 
     ``tensor`` is None while dropped; who computes must look it up at every call. ``huge_pages`` (on a
-    CPU) suits what is read whole at every step.
+    CPU) suits what is read whole at every step, or all over.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: str, device: str, *, huge_pages: bool = False):
