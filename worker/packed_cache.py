@@ -7,7 +7,8 @@
 A file is written beside its place and moved there, so what bears a key's name is whole; several processes
 that start at once write the same bytes, and the last one stays. What is read is checked against the sums
 in the description: a damaged file is packed again. The bytes are mapped privately: processes share their
-pages, and a weight update changes the process's own copy, never the file.
+pages, and a weight update changes the process's own copy, never the file. Where the file is not on huge pages,
+each process has a copy that is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fastengine.worker.memory import ask_for_huge_pages, with_huge_pages
+
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".packed"
@@ -51,7 +54,7 @@ class PackedFileError(ValueError):
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """``memory``: the packed bytes, a private mapping; ``hashes``: of each checkpoint tensor, for the checksum."""
+    """``memory``: the packed bytes, writable and this process's alone; ``hashes``: of each checkpoint tensor, for the checksum."""
 
     memory: mmap.mmap
     hashes: dict[str, int]
@@ -211,8 +214,8 @@ def _read(fd: int, identity: dict[str, str], num_threads: int) -> PackedWeights:
     if os.fstat(fd).st_size != offset + num_bytes:
         raise PackedFileError(f"it has {os.fstat(fd).st_size} bytes instead of {offset + num_bytes}")
     memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
-    memory.madvise(mmap.MADV_WILLNEED)
+    ask_for_huge_pages(memory)
     with memoryview(memory) as view:
         if _sums(view, num_threads) != description["sums"]:
             raise PackedFileError("its content is damaged")
-    return PackedWeights(memory, description["hashes"])
+    return PackedWeights(with_huge_pages(memory), description["hashes"])
