@@ -158,7 +158,7 @@ class SchedulerConfig:
     overlap: bool = flag(True, "Prepare the next step while the workers run this one.")
     decode_run_ms: float | None = flag(
         None,
-        "Milliseconds of decoding that workers may do at a stretch while no request waits, several tokens a message; 0: one step at a time; "
+        "Milliseconds of decoding that workers do at a stretch while no request waits, to the nearest step, several tokens a message; 0: one step at a time; "
         f"default: {DEFAULT_DECODE_RUN_MS:g} with the fused CPU step, else 0.",
     )
 

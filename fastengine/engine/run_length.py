@@ -9,9 +9,10 @@ NEWEST_SHARE = 0.25
 
 
 class RunLength:
-    """As many steps as fit into a time budget, by the time that steps of that many sequences have lately taken.
+    """As many steps as come nearest to a time budget, by the time that steps of that many sequences have lately taken.
 
-    That time depends on the number of sequences first of all: each has an average of its own.
+    That time depends on the number of sequences first of all: each has an average of its own. Nearest, since many
+    sequences have long steps, of which hardly two fit in, and many streams to send each step's tokens to.
     """
 
     def __init__(self, budget_ms: float, max_num_seqs: int):
@@ -24,7 +25,7 @@ class RunLength:
         step_us = self._step_us[num_seqs]
         if not step_us:
             return 1
-        return max(1, min(MAX_RUN_STEPS, int(self._budget_us / step_us)))
+        return max(1, min(MAX_RUN_STEPS, round(self._budget_us / step_us)))
 
     def observe(self, num_seqs: int, num_steps: int, duration_us: int) -> None:
         """``num_steps`` decodes of ``num_seqs`` sequences have taken ``duration_us``."""

@@ -376,6 +376,8 @@ def test_a_run_is_as_long_as_its_budget_by_the_time_steps_take() -> None:
     assert lengths.most_steps(2) == 1, "another number of sequences says nothing"
     lengths.observe(8, num_steps=1, duration_us=30_000)
     assert lengths.most_steps(8) == 1
+    lengths.observe(5, num_steps=1, duration_us=6_000)
+    assert lengths.most_steps(5) == 2, "12 ms is nearer than 6"
     lengths.observe(2, num_steps=1, duration_us=1)
     assert lengths.most_steps(2) == MAX_RUN_STEPS
     for _ in range(30):
