@@ -143,7 +143,7 @@ int fe_fused_define_vector(int64_t id, int64_t layer, const char* name, int64_t 
 int fe_fused_define_linear(int64_t id, int64_t layer, const char* name, int64_t rows, int64_t k, int64_t layout, int64_t paired, int64_t has_bias) {
   return guarded([&] {
     Model& model = at(id).model;
-    // The values of a hidden state that stand out cost most in queries and keys, and those are a sixth of the work: ARCHITECTURE.md.
+    // The values of a hidden state that stand out cost most in queries and keys, and those are a sixth of the work: docs/cpu_step.md.
     // A screen reads what its LM head does.
     const bool fine = std::strcmp(name, "qkv") == 0 || std::strcmp(name, "screen") == 0;
     define_linear(&model, &model.linear(layer, name), rows, k, static_cast<Layout>(layout), paired != 0, has_bias != 0, fine);
