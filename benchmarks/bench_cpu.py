@@ -35,6 +35,7 @@ from fastengine.engine.run_length import RunLength
 from fastengine.protocol.requests import SamplingParams
 from fastengine.protocol.steps import StartedSequence, StepPlan
 from fastengine.protocol.tokens import pack_token_ids
+from fastengine.worker.fused_weights import FusedWeights
 from fastengine.worker.memory import rss_bytes
 from fastengine.worker.model_host import ModelHost
 from fastengine.worker.parallel import TensorParallel
@@ -44,8 +45,6 @@ BLOCK_SIZE = 64
 PREFILL_TOKENS = 512
 DECODE_STEPS = 64
 WARM_UP_STEPS = 4
-# More greedy rows than these read the whole LM head (custom_ops/cpu/fused/workspace.cpp).
-ROWS_SCREENED = 2
 # Whole answers beside peers: prompt and output tokens.
 PEER_PROMPT, PEER_OUTPUT = 64, 128
 
@@ -204,26 +203,19 @@ class Bench:
     def work(self, case: Case) -> Work:
         """What a step must read and compute, whoever computes it in this layout."""
         spec, kv = self._host.spec, self._host.kv_shape()
-        tokens = case.batch if case.context else PREFILL_TOKENS
+        tokens, sampled = (case.batch, case.batch) if case.context else (PREFILL_TOKENS, 1)
         context = case.context + WARM_UP_STEPS + DECODE_STEPS // 2 if case.context else PREFILL_TOKENS // 2
         q, kv_width = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         per_layer = spec.hidden_size * (2 * q + 2 * kv_width + 3 * spec.intermediate_size)
-        head = spec.hidden_size * spec.vocab_size * (case.batch if case.context else 1)
+        head = spec.hidden_size * spec.vocab_size * sampled
         linear = spec.num_hidden_layers * per_layer * tokens + head
         attention = spec.num_hidden_layers * 2 * q * context * tokens
-        weights = sum(storage.nbytes for storage in self._host.weights.storages()) - self._head_bytes_not_read(case)
-        kv_bytes = kv.bytes_per_block // BLOCK_SIZE * context * (case.batch if case.context else 1)
-        return Work(weights, kv_bytes, 2 * (linear + attention))
+        kv_bytes = kv.bytes_per_block // BLOCK_SIZE * context * sampled
+        return Work(self._weight_bytes(sampled), kv_bytes, 2 * (linear + attention))
 
-    def _head_bytes_not_read(self, case: Case) -> int:
-        """Of the LM head and its screen a step reads one, but for the columns that may win."""
-        packing, spec = self._host.compute_plan.packing, self._host.spec
-        if packing is None or not packing.has_screen:
-            return 0
-        panels, blocks = -(-spec.vocab_size // 32), -(-spec.hidden_size // 32)
-        is_screened = case.context == 0 or case.batch <= ROWS_SCREENED
-        groups = -(-blocks // 2)
-        return panels * (blocks * 1088 if is_screened else -(-(128 + groups * 160) // 64) * 64 + groups * 1088)
+    def _weight_bytes(self, num_greedy: int) -> int:
+        weights = self._host.weights
+        return weights.model.bytes_read(num_greedy) if isinstance(weights, FusedWeights) else sum(storage.nbytes for storage in weights.storages())
 
     def _start(self, batch: int, length: int) -> None:
         """Fill ``batch`` slots with prompts of ``length`` tokens, one prompt per step."""

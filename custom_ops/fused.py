@@ -118,7 +118,7 @@ class Source:
 class Packing:
     """How a model's linears are packed; the embedding and LM head are INT8 beside INT4.
 
-    ``screen``: beside an INT8 LM head, hold it in INT4 too (5/8 of its size). Of few greedy rows a step then reads that, and
+    ``screen``: beside an INT8 LM head, hold it in INT4 too (4/7 of its size). Of few greedy rows a step then reads that, and
     in eight bits only what may win: the tokens are the same.
     """
 
@@ -208,6 +208,8 @@ def load_library(path: str | Path) -> ctypes.CDLL:
     library.fe_fused_destroy.restype = None
     library.fe_fused_num_bytes.argtypes = [ctypes.c_int64]
     library.fe_fused_num_bytes.restype = ctypes.c_int64
+    library.fe_fused_bytes_read.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    library.fe_fused_bytes_read.restype = ctypes.c_int64
     library.fe_fused_bind.argtypes = [ctypes.c_int64, ctypes.c_void_p]
     library.fe_fused_bind.restype = None
     library.fe_fused_trim.argtypes = [ctypes.c_int64]
@@ -332,6 +334,13 @@ class FusedModel:
     def num_bytes(self) -> int:
         """Size of the arena."""
         return int(self._library.fe_fused_num_bytes(self._handle))
+
+    def bytes_read(self, num_greedy: int) -> int:
+        """Of the arena, what a step reads in which ``num_greedy`` rows take their largest logit and no others have any.
+
+        Rows of an embedding that is not the head, and the strips of a screened head that may win, are left out.
+        """
+        return int(self._library.fe_fused_bytes_read(self._handle, num_greedy))
 
     def bind(self, arena: np.ndarray | None) -> None:
         """Use ``arena`` from now on: uint8 ``[num_bytes]``, zeroed or with what it held before. None: let go of it."""

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "activations.h"
+#include "layouts.h"
 
 namespace fastengine {
 namespace FE_ISA {
@@ -13,7 +14,7 @@ constexpr int64_t kChunkRows = kChunkTiles * kTileRows;
 // Weights are asked for as far ahead as a single row needs, which is through with a block in some ten nanoseconds. What a panel's
 // last blocks ask for is the start of the next one, which the same thread takes. A line is asked for with each that is read, as
 // bursts of them wait for each other, and into the second level, from which it comes in time.
-constexpr int64_t kAskedAhead = 5 * 1088;
+constexpr int64_t kAskedAhead = 5 * kInt4GroupBytes;
 FE_INLINE void ask_ahead(const uint8_t* weights) { _mm_prefetch(reinterpret_cast<const char*>(weights + kAskedAhead), _MM_HINT_T1); }
 
 // out[row][32] = activations of `num_tiles` tiles from `first_tile` on, times one panel; without bias. The

@@ -58,6 +58,12 @@ int64_t Model::reserve(int64_t size) {
   return at;
 }
 
+int64_t Model::bytes_read(int64_t num_greedy) const {
+  int64_t unread = shape.tied != 0 ? 0 : embedding.num_bytes();
+  if (screen.rows != 0) unread += num_greedy <= kRowsScreened ? head().num_bytes() : screen.num_bytes();
+  return num_bytes - unread;
+}
+
 void Model::bind(uint8_t* memory) {
   arena = memory;
   layer_views.clear();

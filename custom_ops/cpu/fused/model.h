@@ -49,6 +49,7 @@ struct Linear {
   bool paired = false;
   int64_t weights_at = kAbsent, bias_at = kAbsent;  // in the arena
 
+  int64_t num_bytes() const { return shape.num_panels * shape.panel_bytes; }  // of weights
   LinearView view(const uint8_t* arena) const {
     LinearView out = shape;
     out.weights = arena + weights_at;
@@ -81,6 +82,8 @@ struct Model {
   // Both throw std::invalid_argument for a layer or name that does not exist; layer -1 is the model's own.
   Linear& linear(int64_t layer, const std::string& name);
   Vector& vector(int64_t layer, const std::string& name);
+  // What a step with that many greedy rows reads of the arena, but for rows of the embedding and strips of the head that may win.
+  int64_t bytes_read(int64_t num_greedy) const;
   const Linear& head() const { return shape.tied != 0 ? embedding : lm_head; }
 
   // Takes the next `size` bytes of the arena.

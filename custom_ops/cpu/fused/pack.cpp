@@ -375,7 +375,7 @@ void define_linear(Model* model, Linear* linear, int64_t rows, int64_t k, Layout
   shape.num_panels = (shape.n + kPanel - 1) / kPanel;
   shape.panel_bytes = bytes_per_panel(layout, shape.padded_k);
   shape.group_blocks = layout == Layout::kInt4 && !fine ? 2 : 1;
-  linear->weights_at = model->reserve(shape.num_panels * shape.panel_bytes);
+  linear->weights_at = model->reserve(linear->num_bytes());
   linear->bias_at = has_bias ? model->reserve(shape.num_panels * kPanel * static_cast<int64_t>(sizeof(float))) : kAbsent;
 }
 

@@ -5,9 +5,6 @@ namespace FE_ISA {
 namespace {
 
 constexpr int64_t kPhasesPerLayer = 12;
-// More greedy rows read the whole LM head at once.
-constexpr int64_t kRowsScreened = 2;
-static_assert(kRowsScreened <= kTileRows, "the screen's rows are one tile");
 
 // Hands out aligned pieces; with base 0 it only measures.
 class Cutter {

@@ -219,3 +219,18 @@ def test_the_default_models_answers_are_the_same(default_model: Path) -> None:
         )
         states.append(hidden)
     check(model, np.concatenate(states), (1, 4, 8))
+
+
+def test_a_step_reads_the_screen_or_the_head() -> None:
+    def model(tied: bool, screen: bool) -> FusedModel:
+        return FusedModel(
+            load_library(LIBRARY_PATH), FusedShape(1, 96, 1, 1, 32, 32, VOCAB, 1e-5, cos_sin(32, 16), tied=tied), Packing(Layout.INT4, screen), 1
+        )
+
+    plain, untied, screened = model(True, False), model(False, False), model(True, True)
+    head = untied.num_bytes - plain.num_bytes
+    assert [screened.bytes_read(rows) for rows in (1, 2, 3, 8)] == [screened.num_bytes - head] * 2 + [plain.num_bytes] * 2
+    assert plain.bytes_read(1) == plain.num_bytes
+    assert untied.bytes_read(1) == untied.num_bytes - head, "of the embedding a step reads its tokens' rows"
+    for each in (plain, untied, screened):
+        each.close()
