@@ -16,8 +16,8 @@ from fastengine.worker.layers.attention import sliding_window_of_layer
 
 LAYOUTS = {"wint8": Layout.INT8, "wint4": Layout.INT4}
 NOT_QUANTIZED = frozenset({"F32", "F16", "BF16"})
-# What the 4-bit layout holds as it is; embedding and LM head are computed with in eight bits beside it.
-EXACT_IN_FOUR_BITS = frozenset({"Q4_0", "Q4_1"})
+# Whose nibbles the 4-bit layout keeps (their scales to half a percent); embedding and LM head are computed with in eight bits beside it.
+KEPT_IN_FOUR_BITS = frozenset({"Q4_0", "Q4_1"})
 FUSED_KV_DTYPES = ("float32", "bfloat16", "int8")
 TABLES = ("token_embd.weight", "output.weight")
 
@@ -89,11 +89,11 @@ def _why_not_fused(config: EngineConfig, spec: ModelSpec, device: str, num_ranks
 
 
 def _bits_of_file(model: str) -> str:
-    """The layout that loses nothing, or least, of a quantized GGUF file; nothing for other files."""
+    """The layout of a quantized GGUF file's own bits, or next above them; nothing for other files."""
     if not resolve_model(model).is_file():
         return ""
     tensors = [item for file in weight_files(model) for item in read_gguf(file).tensors.items()]
     types = {info.type_name for name, info in tensors if name not in TABLES} - NOT_QUANTIZED
     if not types:
         return ""
-    return "wint4" if types <= EXACT_IN_FOUR_BITS else "wint8"
+    return "wint4" if types <= KEPT_IN_FOUR_BITS else "wint8"

@@ -31,7 +31,7 @@ FE_INLINE void expect_write(const float* p) {
   __builtin_prefetch(p + kPanel / 2, 1);
 }
 
-// Of at least as many tiles each thread has rows of its own, and reads all weights: what one phase leaves in its caches for the next
+// Of at least as many tiles a thread, each has rows of its own, and reads all weights: what one phase leaves in its caches for the next
 // then stays there, and phases end together. Of fewer it has panels of its own, for all rows.
 constexpr int64_t kTilesOfOwn = 4;
 
