@@ -53,14 +53,14 @@ class EventWriter:
     def __init__(self, send: Send, headers: Mapping[str, str], direct: DirectBody | None = None):
         """``direct``: the short way for what follows the first events, where the server has one."""
         self._send = send
-        self._direct = direct
+        self.direct = direct
         self._headers = headers
         self.started = False
         self._ended = False
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """``last``: the reply ends with these, in the same piece: a client that waits for its end is woken once, not twice."""
-        if self.started and not last and self._direct is not None and self._direct.write(events):
+        if self.started and not last and self.direct is not None and self.direct.write(events):
             return
         if not self.started:
             self.started = True

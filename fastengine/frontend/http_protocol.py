@@ -54,18 +54,24 @@ class DirectBody:
     def __init__(self, cycle: RequestResponseCycle):
         self._cycle = cycle
 
-    def write(self, body: bytes) -> bool:
-        """Write a piece at once; False, and nothing written, when it has to go the long way.
-
-        That is so unless a chunked reply is under way to a client that keeps up.
-        """
+    def is_clear(self) -> bool:
+        """Whether a chunked reply is under way to a client that keeps up."""
         cycle = self._cycle
-        transport = cycle.transport
-        if not body or not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected:
+        return bool(
+            cycle.chunked_encoding
+            and not (cycle.response_complete or cycle.disconnected or cycle.flow.write_paused)
+            and not cycle.transport.is_closing()
+        )
+
+    def put(self, body: bytes) -> None:
+        """Write a piece, which is not empty, at once. Only while :meth:`is_clear`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def write(self, body: bytes) -> bool:
+        """Write a piece at once; False, and nothing written, when it has to go the long way."""
+        if not body or not self.is_clear():
             return False
-        if cycle.flow.write_paused or transport.is_closing():
-            return False
-        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self.put(body)
         return True
 
 

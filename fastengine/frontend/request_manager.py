@@ -6,6 +6,9 @@
 
 A record holds at most one :class:`SequenceUpdate` that nobody has read yet; what comes meanwhile is
 merged into it. A slow reader so sees fewer, longer updates, loses nothing, and holds up nobody.
+
+Most news are nothing but text for a reader that waits for it. Waking its task costs more than all it does with
+them: a :data:`PlainTaker` does that for the stream, at once.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -44,6 +47,8 @@ logger = logging.getLogger(__name__)
 NOBODY_CAN_RESUME = "the server is shutting down while it is paused: nobody can resume it any more"
 # The engine itself ends a request at its timeout; past this much more it counts as stuck.
 DEADLINE_GRACE_S = 10.0
+# Takes the tokens of the sequence of that index if it can use them now; False, and nothing done, if not.
+PlainTaker = Callable[[int, list[int]], bool]
 
 
 class SequenceUpdate(msgspec.Struct, kw_only=True):
@@ -115,6 +120,7 @@ class GenerationStream:
         self._trace = trace
         self._live: dict[int, RequestRecord] = {}  # by index
         self._changed: list[RequestRecord] = []
+        self._plain_taker: PlainTaker | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._interruption: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -163,6 +169,13 @@ class GenerationStream:
             record.pending = None
         self._changed.clear()
         return updates
+
+    def take_plainly(self, taker: PlainTaker) -> None:
+        """Let ``taker`` have tokens that come with nothing else while the reader waits in :meth:`updates`, which tells of them no more.
+
+        What it raises is raised there.
+        """
+        self._plain_taker = taker
 
     def drop(self, index: int) -> None:
         """The reader wants no more of this sequence (a stop string was found): abort it if it runs."""
@@ -373,8 +386,18 @@ class RequestManager:
                 record.sent.token_ids += token_ids
             pending = record.pending
             if pending is None:
+                stream = record.stream
+                taker, waiter = stream._plain_taker, stream._waiter
+                # Only a reader that waits has nothing left to do that comes before.
+                if taker is not None and waiter is not None and not waiter.done():
+                    try:
+                        if taker(record.index, token_ids):
+                            continue
+                    except Exception as error:  # noqa: BLE001 - the reader's: other streams have nothing to do with it
+                        stream.interrupt(error)
+                        continue
                 record.pending = SequenceUpdate(index=record.index, token_ids=token_ids)
-                record.stream._notify(record)
+                stream._notify(record)
             else:
                 pending.token_ids += token_ids
         for output in batch.details:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fastengine.frontend.request_manager import GenerationStream, SequenceUpdate
+from fastengine.frontend.request_manager import GenerationStream, PlainTaker, SequenceUpdate
 from fastengine.protocol.outputs import FINISH_ABORT, FINISH_STOP, EngineError, FinishReason, TopLogprobs
 from fastengine.protocol.requests import SamplingParams
 from fastengine.text.output_text import OutputText
@@ -65,6 +65,16 @@ class SequenceText:
         if told.logprobs:
             self._logprob_sum += sum(entry.logprob for entry in told.logprobs)
         return told if self._min_tokens <= 1 else self._hold(told)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether :meth:`plain` may be called for tokens that neither end the sequence nor come with anything else."""
+        return self._min_tokens <= 1 and self._output.is_plain
+
+    def plain(self, token_ids: list[int]) -> str:
+        """:meth:`take` for such tokens: their text."""
+        self.num_output_tokens += len(token_ids)
+        return self._output.plain(token_ids)
 
     def cut_off(self) -> TextUpdate:
         """What had been held back, of a sequence that nobody reads on."""
@@ -141,6 +151,14 @@ class TextStream:
     def interrupt(self, reason: Exception) -> None:
         """Make the reader's next :meth:`updates` raise ``reason``."""
         self._stream.interrupt(reason)
+
+    def take_plainly(self, taker: PlainTaker) -> None:
+        """Let ``taker`` have tokens that come with nothing else while the reader waits in :meth:`updates`, which tells of them no more.
+
+        It gets their text from :meth:`SequenceText.plain`; where that can't be, everything comes by :meth:`updates`.
+        """
+        if all(sequence.is_plain for sequence in self.sequences):
+            self._stream.take_plainly(taker)
 
     async def updates(self) -> list[TextUpdate]:
         """Wait for news of any sequence; may be empty when nothing of it is to be told yet."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from encodings import utf_8
 
 from fastengine.text.token_pieces import TokenPieces
 from fastengine.text.tokenizer import Tokenizer
@@ -47,7 +48,8 @@ class PieceDetokenizer(IncrementalDetokenizer):
     def __init__(self, pieces: TokenPieces, prompt_ids: Sequence[int] = (), skip: Collection[int] = frozenset()):
         self._bytes_of = pieces.bytes_of
         self._skip = skip
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = utf_8.IncrementalDecoder("replace")
+        self._decode = self._decoder.decode
         self._prompt_tail = _incomplete_tail(pieces.bytes_of, prompt_ids, skip)
         self._strip_space = pieces.strip_leading_space and not any(pieces.bytes_of[i] for i in prompt_ids if i not in skip)
         self._held = b""  # output bytes that wait until it is clear whether they complete the prompt's tail
@@ -57,7 +59,11 @@ class PieceDetokenizer(IncrementalDetokenizer):
         if token_id in self._skip:
             return ""
         piece = self._bytes_of[token_id]
-        return self._start(piece) if self._at_start else self._decode(piece)
+        if self._at_start:
+            return self._start(piece)
+        if piece.isascii() and not self._decoder.buffer:
+            return piece.decode()  # as most are, in a third of the time
+        return self._decode(piece)
 
     def flush(self) -> str:
         held, self._held = self._held, b""

@@ -42,16 +42,24 @@ class OutputText:
         self.stop_hit: str | None = None
         self.finished = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens become text and nothing else: no stop strings, no offsets."""
+        return self._stops is None and not self._track_offsets
+
+    def plain(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens none of which ends the sequence. Only where :attr:`is_plain`, and before :meth:`finish`."""
+        feed = self._detokenizer.feed
+        return feed(token_ids[0]) if len(token_ids) == 1 else "".join([feed(token_id) for token_id in token_ids])
+
     def add(self, token_ids: Sequence[int], stop_token_id: int | None = None) -> TextDelta:
         """Take new tokens; ``stop_token_id`` says that the last of them ended the sequence and is no text."""
         if self.finished:
             raise RuntimeError("the text has ended: no token may follow a stop string or finish()")
         num_text_tokens = len(token_ids) - (stop_token_id is not None)
-        feed = self._detokenizer.feed
         if self._stops is None and not self._track_offsets:
-            if num_text_tokens == 1:
-                return TextDelta(feed(token_ids[0]), None, len(token_ids))
-            return TextDelta("".join([feed(token_id) for token_id in token_ids[:num_text_tokens]]), None, len(token_ids))
+            return TextDelta(self.plain(token_ids[:num_text_tokens]), None, len(token_ids))
+        feed = self._detokenizer.feed
         parts: list[str] = []
         for position in range(num_text_tokens):
             if self._track_offsets:

@@ -162,6 +162,58 @@ def test_a_waiting_reader_is_woken_once_with_every_sequence_that_changed(engine,
     run(test())
 
 
+def test_a_taker_has_what_comes_plainly_while_the_reader_waits_and_nothing_else(engine, manager):
+    taken: list[tuple[int, list[int]]] = []
+
+    def take(index: int, token_ids: list[int]) -> bool:
+        if 0 in token_ids:
+            return False
+        taken.append((index, token_ids))
+        return True
+
+    async def test():
+        async with manager.generate("p", sequences(2)) as stream:
+            first, second = (request.handle for request in engine.sent)
+            stream.take_plainly(take)
+            manager.on_outputs(plain((first, 1)))  # nobody waits yet
+            assert [u.token_ids for u in await stream.updates()] == [[1]]
+            reader = asyncio.create_task(stream.updates())
+            await asyncio.sleep(0)
+            manager.on_outputs(plain((first, 2), (second, 3)))
+            manager.on_outputs(plain((second, 4)))
+            await asyncio.sleep(0)
+            assert not reader.done()
+            assert taken == [(0, [2]), (1, [3]), (1, [4])]
+            # What it refuses the reader is woken for, and nothing overtakes it.
+            manager.on_outputs(plain((first, 0), (second, 5)))
+            manager.on_outputs(plain((first, 6)))
+            assert [(u.index, u.token_ids) for u in await reader] == [(0, [0, 6]), (1, [5])]
+            reader = asyncio.create_task(stream.updates())
+            await asyncio.sleep(0)
+            manager.on_outputs(detail(first, token_ids=[7], finish_reason="length"))
+            assert [(u.index, u.token_ids, u.finish_reason) for u in await reader] == [(0, [7], "length")]
+            assert taken == [(0, [2]), (1, [3]), (1, [4])]
+
+    run(test())
+
+
+def test_what_a_taker_raises_is_raised_by_its_own_reader(engine, manager):
+    def fail(index: int, token_ids: list[int]) -> bool:
+        raise RuntimeError("broken")
+
+    async def test():
+        async with manager.generate("bad", sequences()) as bad, manager.generate("good", sequences()) as good:
+            bad.take_plainly(fail)
+            readers = [asyncio.create_task(stream.updates()) for stream in (bad, good)]
+            await asyncio.sleep(0)
+            manager.on_outputs(plain((engine.sent[0].handle, 1), (engine.sent[1].handle, 2)))
+            assert [u.token_ids for u in await readers[1]] == [[2]]
+            with pytest.raises(RuntimeError, match="broken"):
+                await readers[0]
+
+    run(test())
+
+
 @pytest.mark.parametrize("leave_with", [None, RuntimeError("x"), asyncio.CancelledError()])
 def test_leaving_sends_exactly_one_abort_for_what_still_runs(engine, manager, leave_with):
     async def test():

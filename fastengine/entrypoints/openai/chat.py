@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastengine.entrypoints.openai.chat_job import ChatFinishReason, ChatJob, ChatReader, prepare_chat
-from fastengine.entrypoints.openai.chunks import ChunkWriter
+from fastengine.entrypoints.openai.chunks import ChunkWriter, PlainChunks
 from fastengine.entrypoints.openai.endpoint import GeneratingEndpoint, raise_error
 from fastengine.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from fastengine.entrypoints.openai.refused_fields import REFUSED_BY_CHAT
@@ -58,6 +58,7 @@ class ChatEndpoint(GeneratingEndpoint[ChatCompletionRequest, ChatJob]):
 
     async def stream(self, job: ChatJob, text: ModelText, stream: TextStream, writer: EventWriter) -> None:
         events = ChatEvents(job, text, stream)
+        events.write_plainly(writer)
         while not stream.finished:
             updates = await stream.updates()
             raise_error(updates, job.grammar_param)
@@ -87,6 +88,11 @@ class ChatEvents:
         self._reader = ChatReader(job, stream)
         self._begun: set[int] = set()
         self._with_token_ids = bool(job.fields.return_token_ids)
+
+    def write_plainly(self, writer: EventWriter) -> None:
+        """Have text that comes with nothing else written past :meth:`of`, where a chunk holds nothing else."""
+        if writer.direct is not None and self._reader.passthrough and not (self._with_token_ids or self._continuous):
+            self._stream.take_plainly(PlainChunks(self._chunks, self._begun, writer.direct, self._stream.sequences).take)
 
     def of(self, update: TextUpdate) -> list[bytes]:
         events = []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import Any
 
 from fastengine.entrypoints.event_json import event_json
 from fastengine.entrypoints.openai.response_types import Usage
+from fastengine.frontend.http_protocol import DirectBody
+from fastengine.frontend.text_stream import SequenceText
 
 
 class ChunkWriter:
@@ -76,3 +79,23 @@ class ChunkWriter:
 
     def _usage_tail(self, usage: Usage) -> bytes:
         return b',"usage":' + event_json(usage) + b"}\n\n"
+
+
+class PlainChunks:
+    """Plain chunks of a stream, straight to its connection: :meth:`take` is the stream's ``PlainTaker``."""
+
+    def __init__(self, chunks: ChunkWriter, begun: Container[int], direct: DirectBody, sequences: Sequence[SequenceText]):
+        """``begun``: the sequences whose first chunk has been written; from then on they have nothing but text."""
+        self._chunk = chunks.plain
+        self._begun = begun
+        self._is_clear = direct.is_clear
+        self._put = direct.put
+        self._sequences = sequences
+
+    def take(self, index: int, token_ids: list[int]) -> bool:
+        if index not in self._begun or not self._is_clear():
+            return False
+        text = self._sequences[index].plain(token_ids)
+        if text:
+            self._put(self._chunk(index, text))
+        return True

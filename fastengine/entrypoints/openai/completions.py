@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fastengine.entrypoints.openai.chunks import ChunkWriter
+from fastengine.entrypoints.openai.chunks import ChunkWriter, PlainChunks
 from fastengine.entrypoints.openai.endpoint import GeneratingEndpoint, raise_error
 from fastengine.entrypoints.openai.generation import (
     Job,
@@ -125,6 +125,9 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
             usage_field=include_usage,
         )
         answers = [_Answer(job, sequence, text) for sequence in stream.sequences]
+        begun: set[int] = set()
+        if writer.direct is not None and not continuous and all(answer.is_plain for answer in answers):
+            stream.take_plainly(PlainChunks(chunks, begun, writer.direct, stream.sequences).take)
         while not stream.finished:
             updates = await stream.updates()
             raise_error(updates, job.grammar_param)
@@ -153,6 +156,7 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
                 events.append(DONE_EVENT)
             if events:
                 await writer.write(b"".join(events), last=stream.finished)
+                begun.update(update.index for update in updates)
 
 
 @dataclass(frozen=True)
@@ -178,14 +182,15 @@ class _Answer:
         # Whether what the first piece alone carries has been told.
         self._begun = not (self._body.echo or self._body.return_token_ids) and self._body.prompt_logprobs is None
         self._without_output = self._body.max_tokens == 0
-        self._plain = not (self._without_output or self._body.return_token_ids) and self._body.logprobs is None
+        # Whether pieces hold nothing but text, the first aside.
+        self.is_plain = not (self._without_output or self._body.return_token_ids) and self._body.logprobs is None
         self._num_told = 0  # output tokens
         self._echo_length = 0  # characters of the prompt before the output
         self._pieces: list[_Piece] = []
 
     def has_only_text(self, update: TextUpdate) -> bool:
         """Whether ``update``, as most are, is nothing but more text: then there is no need to make a piece of it."""
-        return self._plain and self._begun and update.finish_reason is None
+        return self.is_plain and self._begun and update.finish_reason is None
 
     def piece(self, update: TextUpdate) -> _Piece:
         body, prompt = self._body, self._prompt
