@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, request_response
 
 from fastengine.entrypoints import control_routes, control_types, tokenize_routes
 from fastengine.entrypoints.anthropic import message_types
@@ -55,11 +55,11 @@ ITEMS_QUERY: list[Json] = [
 
 
 class HandlerRoute(APIRoute):
-    """A route whose endpoint takes the request and returns the response: there are no parameters or dependencies to find out."""
+    """A route whose endpoint takes the request and returns the response: there are no parameters or dependencies to find out or to close."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return handler
+    def __init__(self, path: str, endpoint: Handler, **settings: Any):
+        super().__init__(path, endpoint, **settings)
+        self.app = request_response(endpoint)
 
 
 def create_app(front: FrontEnd) -> FastAPI:

@@ -55,22 +55,25 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if coding not in ("", "identity"):
         message = f"Content-Encoding: {printable(coding)} is not understood, send the body uncompressed"
         raise ApiError(415, message, code="unsupported_content_encoding")
-    too_large = ApiError(413, f"the request body is larger than {max_bytes / 2**20:g} MiB")
     length = request.headers.get("content-length", "")
     excess = int(length) - max_bytes if length.isdecimal() else 0
     if excess > MAX_READ_OVER or (excess > 0 and "expect" in request.headers):
-        raise too_large
+        raise _too_large(max_bytes)
     body = bytearray()
     try:
         async for piece in request.stream():
             body += piece
             if len(body) > max_bytes + (MAX_READ_OVER if excess > 0 else 0):
-                raise too_large
+                raise _too_large(max_bytes)
     except ClientDisconnect:
         raise ClientDisconnected from None
     if excess > 0:
-        raise too_large
+        raise _too_large(max_bytes)
     return bytes(body)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {max_bytes / 2**20:g} MiB")
 
 
 def decode_object(body: bytes, *, empty_is: dict[str, Any] | None = None) -> dict[str, Any]:

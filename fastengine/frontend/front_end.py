@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from dataclasses import dataclass, field
 
@@ -30,7 +31,7 @@ class FrontEnd:
     traces: RequestTraces | None = None  # what --otlp-endpoint asks for
     started_s: float = field(default_factory=time.time)
 
-    @property
+    @functools.cached_property
     def served_names(self) -> tuple[str, ...]:
         """What clients may call the model; the first is what replies call it."""
         model = self.config.model
