@@ -98,6 +98,8 @@ def is_plain(params: SamplingParams) -> bool:
 
 def sampling_bytes(params: SamplingParams) -> int:
     """Most bytes that checked ``params`` take in a message."""
+    if not (params.logit_bias or params.bad_words_token_ids or params.stop_token_ids or params.stop or params.grammar):
+        return _PLAIN_BYTES  # as most are
     return _PLAIN_BYTES + sum(_field_bytes(params).values())
 
 

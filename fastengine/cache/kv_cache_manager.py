@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fastengine.cache.block_pool import BlockPool
 from fastengine.cache.branches import NO_BLOCK, Tokens
@@ -181,7 +181,7 @@ class KVCacheManager:
         source, num_copied = self.index.branches.longest(parent, wanted)
         if num_copied < self._least_shared:
             return hits
-        extended = replace(hits, source=source, num_copied=num_copied)
+        extended = Hits(hits.blocks, hits.num_on_host, source, num_copied)
         return extended if self.can_allocate(extended, len(tokens), keep_free) else hits
 
     def is_being_computed(self, sequence: SequenceBlocks, num_hits: int) -> bool:

@@ -15,6 +15,7 @@ so that the block can be kept: it is found by its tokens alone (see :mod:`fasten
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -24,6 +25,7 @@ KEY_BYTES = 16
 PART_KEY_BYTES = 15
 
 
+@functools.lru_cache(maxsize=256)
 def root_key(weights_epoch: int, adapter: str, salt: str) -> bytes:
     """The key that stands before a sequence's first block."""
     parts = (str(weights_epoch).encode(), adapter.encode(), salt.encode())

@@ -14,7 +14,7 @@ The rules, in order; the first that fails names the error:
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
 from fastengine.config import EngineConfig
 from fastengine.engine.request_state import ModelLimits
@@ -66,19 +66,19 @@ class AdmissionRules:
         """Whether a sequence of ``end`` tokens fits the pool when it is alone."""
         return -(-(end - 1) // self._block_size) <= self.num_blocks
 
-    def check_queues(self, num_waiting: int, num_queued_tokens: int, num_prompt: int, retry_after_s: float) -> None:
-        """Raises Refused with code 429 when the request would have to wait in a full queue."""
+    def check_queues(self, num_waiting: int, num_queued_tokens: int, num_prompt: int, retry_after_s: Callable[[], float]) -> None:
+        """Raises Refused with code 429 when the request would have to wait in a full queue; ``retry_after_s()`` is then asked for."""
         if num_waiting >= self._max_waiting_requests:
             raise Refused(
                 429,
                 f"{num_waiting} requests are waiting, the most allowed is {self._max_waiting_requests}; try again later",
-                retry_after_s=retry_after_s,
+                retry_after_s=retry_after_s(),
             )
         if num_queued_tokens + num_prompt > self._max_queued_tokens and num_waiting > 0:
             raise Refused(
                 429,
                 f"{num_queued_tokens} prompt tokens are waiting; {num_prompt} more would exceed the most allowed, {self._max_queued_tokens}; try again later",
-                retry_after_s=retry_after_s,
+                retry_after_s=retry_after_s(),
             )
 
     def _checked_prompt_length(self, request: GenerateRequest) -> int:
@@ -86,7 +86,7 @@ class AdmissionRules:
         if not packed or len(packed) % TOKEN_DTYPE.itemsize:
             raise Refused(400, "the prompt must hold at least one token", param="prompt")
         tokens = unpack_token_ids(packed)
-        lowest, highest = int(np.min(tokens)), int(np.max(tokens))
+        lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= self._limits.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise Refused(400, f"token id {wrong} is outside the vocabulary of {self._limits.vocab_size}", param="prompt")

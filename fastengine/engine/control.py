@@ -194,6 +194,8 @@ class ControlPlane:
         self.settle()
 
     def next_deadline(self) -> float | None:
+        if not self.is_busy:
+            return None
         deadlines = [pause.deadline for pause in self._pauses] + [waiting.deadline for waiting in self._deferred]
         deadlines += [running.deadline for running in self._running if running.may_expire]
         return min(deadlines, default=None)

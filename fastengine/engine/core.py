@@ -23,7 +23,7 @@ from fastengine.config import EngineConfig
 from fastengine.engine.admission import AdmissionRules, Refused
 from fastengine.engine.admitter import Admit
 from fastengine.engine.control import ControlHooks, ControlPlane
-from fastengine.engine.deadlines import Deadlines
+from fastengine.engine.deadlines import Deadlines, earliest
 from fastengine.engine.gauges import engine_gauges
 from fastengine.engine.invariants import check_engine
 from fastengine.engine.lifecycle import FinishObserver, Lifecycle
@@ -178,7 +178,7 @@ class EngineCore:
         if self._control.is_paused_or_pausing and self.config.server.reject_while_paused:
             raise Refused(503, "the engine is paused; try again later", retry_after_s=PAUSED_RETRY_S)
         num_prompt = len(request.prompt_token_ids) // 4
-        self._rules.check_queues(self._waiting.num_waiting, self._waiting.num_tokens, num_prompt, self._resources.retry_after_s())
+        self._rules.check_queues(self._waiting.num_waiting, self._waiting.num_tokens, num_prompt, self._resources.retry_after_s)
         self._arrivals += 1
         # The client's clock is the wall's; what has passed since is counted on ours.
         on_the_way_s = max(0.0, self._wall_clock() - request.arrival_time_s) if request.arrival_time_s else 0.0
@@ -220,8 +220,7 @@ class EngineCore:
 
     def next_deadline(self) -> float | None:
         """Clock time at which :meth:`expire` has something to do; None: never."""
-        deadlines = (self._timeouts.next(), self._queue_limits.next(), self._control.next_deadline())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return earliest(earliest(self._timeouts.next(), self._queue_limits.next()), self._control.next_deadline())
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -243,6 +242,8 @@ class EngineCore:
 
     def take_cut(self) -> int | None:
         """The step up to which runs are to be cut, if that is new: somebody waits for their end, or nobody for their tokens any more."""
+        if not self._pipeline.may_be_cut:
+            return None
         if self._resources.has_waiting or self._control.is_busy or self._pipeline.is_for_nobody:
             return self._pipeline.cut_runs()
         return None

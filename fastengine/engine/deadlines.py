@@ -10,6 +10,13 @@ ItemT = TypeVar("ItemT")
 MIN_HEAP = 256
 
 
+def earliest(one: float | None, other: float | None) -> float | None:
+    """The first of two clock times; None is never."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
 class Deadlines(Generic[ItemT]):
     """A heap of (clock time, item). ``is_live`` says whether an item's deadline still matters."""
 

@@ -63,7 +63,9 @@ class IntakeThread:
         return self._take(self._commands)
 
     def _take(self, queue: deque) -> list:
-        taken = []
+        taken: list = []
+        if not queue:
+            return taken
         with contextlib.suppress(IndexError):
             while True:
                 taken.append(queue.popleft())

@@ -75,12 +75,17 @@ class Pipeline:
             raise UnexpectedResult(f"a run was cut by {num_cut} steps from {step_id} on, which nobody had asked for")
         self._steps.popleft()
 
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether :meth:`cut_runs` would find any."""
+        return bool(self._steps) and self._steps[-1].is_run and not self._steps[-1].is_cut
+
     def cut_runs(self) -> int | None:
         """Have the runs end that nothing but runs has been planned after; the id of their last step.
 
         None when there are none, or all of them are cut already. A plan after a run counts on its steps.
         """
-        if not self._steps or not self._steps[-1].is_run or self._steps[-1].is_cut:
+        if not self.may_be_cut:
             return None
         for step in reversed(self._steps):
             if not step.is_run:
@@ -91,7 +96,10 @@ class Pipeline:
     @property
     def is_being_cut(self) -> bool:
         """How far the runs in flight will get is not known: nothing can be planned after them."""
-        return any(step.is_cut for step in self._steps)
+        for step in self._steps:  # noqa: SIM110 - each turn asks, and a generator takes several times as long
+            if step.is_cut:
+                return True
+        return False
 
     @property
     def is_for_nobody(self) -> bool:

@@ -99,5 +99,7 @@ class PlanFeed:
 
     def stuck_at(self) -> float | None:
         """When (``time.monotonic()``) the workers count as stuck, as far as is known now."""
+        if not self._commands:
+            return self._moved_at + self._timeout_s if self._timeout_s and self._num_in_flight else None
         standstill = self.standstill()
         return None if standstill is None else standstill.since + self._timeout_s

@@ -28,6 +28,7 @@ import msgspec
 from fastengine.config import EngineConfig
 from fastengine.engine.client_desk import ClientDesk
 from fastengine.engine.core import EngineCore
+from fastengine.engine.deadlines import earliest
 from fastengine.engine.evidence import Evidence
 from fastengine.engine.launcher import STOP_TIMEOUT_S, WorkerGroup, first_generation
 from fastengine.engine.outbox import RETRY_S
@@ -167,17 +168,16 @@ class EngineService:
             feed.link.woken()
 
     def _poll_until_due(self) -> None:
-        deadlines = [self._stop_deadline]
+        due = self._stop_deadline
         now = time.monotonic()
         if not self._serving:
-            deadlines.append(now + PROGRESS_PERIOD_S)
+            due = earliest(due, now + PROGRESS_PERIOD_S)
         elif self._feed is not None:
-            deadlines.append(self._feed.stuck_at())
+            due = earliest(due, self._feed.stuck_at())
         if self._clients.has_backlog or (self._feed is not None and self._feed.has_backlog):
-            deadlines.append(now + RETRY_S)
+            due = earliest(due, now + RETRY_S)
         if self._core is not None:
-            deadlines.append(self._core.next_deadline())
-        due = min((d for d in deadlines if d is not None), default=None)
+            due = earliest(due, self._core.next_deadline())
         # Rounded up: waking a fraction of a millisecond early would spin until the deadline.
         timeout_ms = None if due is None else max(0, int((due - now) * 1000) + 1)
         bell = self._bell.fileno()

@@ -62,17 +62,19 @@ class ThreadWatchdog:
         # No event given: the timer sends SIGALRM to the process.
         self._check(self._library.timer_create(CLOCK_MONOTONIC, None, ctypes.byref(self._timer)))
         seconds = int(timeout_s)
-        self._armed = _TimerSpec(0, 0, seconds, int((timeout_s - seconds) * 1e9))
-        self._disarmed = _TimerSpec(0, 0, 0, 0)
+        # Whoever turns often arms and disarms often.
+        self._settime = self._library.timer_settime
+        self._armed = ctypes.byref(_TimerSpec(0, 0, seconds, int((timeout_s - seconds) * 1e9)))
+        self._disarmed = ctypes.byref(_TimerSpec(0, 0, 0, 0))
 
     def arm(self) -> None:
         """Begin to count, or begin again."""
         if self._timer is not None:
-            self._check(self._library.timer_settime(self._timer, 0, ctypes.byref(self._armed), None))
+            self._check(self._settime(self._timer, 0, self._armed, None))
 
     def disarm(self) -> None:
         if self._timer is not None:
-            self._check(self._library.timer_settime(self._timer, 0, ctypes.byref(self._disarmed), None))
+            self._check(self._settime(self._timer, 0, self._disarmed, None))
 
     @staticmethod
     def _check(result: int) -> None:
