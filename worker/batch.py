@@ -99,13 +99,18 @@ class PersistentBatch:
 
     def grow(self, slots: np.ndarray, blocks: np.ndarray) -> None:
         """Append ``blocks[i]`` to the table of ``slots[i]``, in order; a slot may repeat."""
-        if len(np.unique(slots)) == len(slots):
+        if len(set(slots.tolist())) == len(slots):
             self.block_table[slots, self.num_blocks[slots]] = blocks
             self.num_blocks[slots] += 1
             return
         for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
             self.block_table[slot, self.num_blocks[slot]] = block
             self.num_blocks[slot] += 1
+
+    @property
+    def num_blocks_reached(self) -> int:
+        """One more than the highest block that any slot's table names, or named. For a lull: it looks at all of them."""
+        return int(self.block_table.max(initial=-1)) + 1
 
     def rows(self, plan: StepPlan) -> tuple[StepRows, list[RowError]]:
         """The plan's rows without those that can't run, and why those can't (reported once)."""

@@ -22,6 +22,7 @@ from fastengine.config import CacheConfig
 from fastengine.custom_ops.host_blocks import HostBlocks
 from fastengine.worker.block_swap import BlockCopier, StagedSwap, copy_on_device
 from fastengine.worker.memory import BYTES_PER_ELEMENT, Storage, free_host_bytes
+from fastengine.worker.pages_ahead import PagesAhead
 
 CPU_SHARE_OF_FREE_MEMORY = 0.25
 CPU_MAX_BYTES = 4 << 30
@@ -92,7 +93,7 @@ class HostMoves:
 
 
 class KVCache:
-    """Owns the pools of all layers. The engine alone decides what is in which block.
+    """Owns the pools of all layers. The engine alone decides what is in which block, and hands out those never used in ascending order.
 
     ``copy_blocks``: the operator of a device that is not the host.
     """
@@ -114,12 +115,18 @@ class KVCache:
         for storage in self._storages():
             storage.allocate()
         self._moves = None
+        self._pages_ahead = PagesAhead([] if self.layers and self.layers[0].key.device == "gpu" else list(self._device_storages()))
 
     def drop(self) -> None:
         """Give all of it back: whatever was cached is gone."""
         self._moves = None
+        self._pages_ahead = PagesAhead([])
         for storage in self._storages():
             storage.drop()
+
+    def take_pages_ahead(self, num_used: int) -> bool:
+        """See :meth:`PagesAhead.take`; ``num_used``: no block from there on has been handed out."""
+        return self._pages_ahead.take(num_used)
 
     @property
     def nbytes(self) -> int:

@@ -33,6 +33,7 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 STRETCH_BYTES = 1 << 26
 # Of a mapping that counts as being on huge pages: its ends hardly ever are.
 LEAST_HUGE_SHARE = 0.75
+MADV_POPULATE_WRITE = 23  # since Linux 5.14
 Index = tuple[slice, ...]
 
 
@@ -118,6 +119,15 @@ class Storage:
         """The memory itself as uint8 ``[first dimension, bytes_per_row]``. On the host only."""
         assert self._array is not None, "no rows: dropped, or not on the host"
         return self._array.reshape(self.shape[0], -1).view(np.uint8)
+
+    def take_pages(self, first: int, end: int) -> bool:
+        """Have the system give the rows ``first`` to ``end - 1`` (on the host) their memory now; False if it doesn't. What they hold stays."""
+        assert self._array is not None, "no pages: dropped, or not on the host"
+        begin = self._array.ctypes.data + first * self.bytes_per_row
+        begin_of_page = begin - begin % mmap.PAGESIZE
+        size = self._array.ctypes.data + end * self.bytes_per_row - begin_of_page
+        madvise = ctypes.CDLL(None).madvise
+        return madvise(ctypes.c_void_p(begin_of_page), ctypes.c_size_t(size), MADV_POPULATE_WRITE) == 0
 
     def save(self, fd: int, moved: Moved) -> None:
         """Append the raw bytes to an open file. ``moved`` is told of every stretch."""

@@ -140,6 +140,10 @@ class ModelHost:
         self.cache = KVCache(self.kv_shape(), num_blocks, num_host_blocks, self.device, copy_blocks)
         self._runner = ModelRunner(self.batch, table, self._executor(self.cache, self.batch, table))
 
+    def take_pages_ahead(self) -> bool:
+        """Take a piece of the KV memory that is next to be used, in a lull; False when there is nothing to do."""
+        return self.cache is not None and self.batch is not None and self.cache.take_pages_ahead(self.batch.num_blocks_reached)
+
     def compile_grammar(self, grammar: GrammarSpec, done: Callable[[str | None], None]) -> None:
         """Compile while steps go on, then call ``done`` (in another thread) with what is wrong with it, or None."""
         if self.is_null:

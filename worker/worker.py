@@ -20,6 +20,9 @@ from fastengine.worker.model_host import ModelHost, select_device
 from fastengine.worker.parallel import TensorParallel
 from fastengine.worker.run_cut import RunCut, no_cut
 
+# When nothing has come for so long, nothing is under way.
+LULL_S = 0.02
+
 
 class Worker:
     """One rank: the model, the commands, and the link to the engine."""
@@ -32,6 +35,7 @@ class Worker:
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._encoder = msgspec.msgpack.Encoder()
         self._steps_done = 0
+        self._may_lack_pages = False  # blocks have been handed out since a lull
         # Ranks would see it at different steps.
         self._cut = RunCut(link.signals.cell("last_cut_step_id", self._rank)) if host.tp.size == 1 else no_cut()
         self.phase: Phase = "start"
@@ -56,18 +60,24 @@ class Worker:
 
     def run(self) -> None:
         """Serve plans and commands until told to shut down."""
+        patience_s = LULL_S
         while not self._commands.stopping:
-            message = self._link.receive(None)
+            message = self._link.receive(patience_s if self._may_lack_pages else None)
             if message is None:
+                self._may_lack_pages = self._may_lack_pages and self._host.take_pages_ahead()
+                patience_s = 0.0  # until the next message
                 continue
+            patience_s = LULL_S
             request = self._decoder.decode(message)
             if isinstance(request, StepPlan):
                 self._step(request)
+                self._may_lack_pages = self._may_lack_pages or bool(request.started or request.grown_slots)
             else:
                 self.phase = "command"
                 self._link.signals.set("last_command_id", self._rank, request.command_id)
                 self._moved()
                 reply = self._commands.handle(request)
+                self._may_lack_pages = True
                 if reply is not None:
                     self._send(reply)
 
