@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 from pathlib import Path
@@ -14,6 +15,7 @@ from fastengine.protocol.requests import GrammarSpec, SamplingParams
 from fastengine.protocol.steps import StepPlan, WorkerFailure
 from fastengine.protocol.tokens import pack_token_ids
 from fastengine.worker.model_runner import NULL_TOKEN
+from tests.server import wait_until
 from tests.worker.conftest import driver_of as driver_of_host
 from tests.worker.conftest import loaded_host
 from tests.worker.driver import Driver, Request
@@ -28,6 +30,10 @@ def driver_of(engine: FakeEngine) -> Driver:
 def golden_requests(golden: Path) -> tuple[list[Request], list[list[int]]]:
     data = np.load(golden / "llama" / "golden.npz")
     return [Request(data[f"prompt_{i}"].tolist(), 12) for i in range(4)], [data[f"greedy_{i}"].tolist()[:12] for i in range(4)]
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def outputs(requests: list[Request]) -> list[list[int]]:
@@ -57,6 +63,10 @@ def test_life_of_one_rank(golden: Path, tmp_path: Path) -> None:
         assert signals.get("step_started_ns", 0) == 0
         assert engine.do("ping")["pid"] == ready.pid
         assert engine.command("no_such_thing")[0].error_code == 400
+        before = resident_bytes(ready.pid)
+        engine.do("init_cache", num_blocks=65_536)
+        eighth = 65_536 // 8 * ready.bytes_per_block
+        wait_until(lambda: resident_bytes(ready.pid) - before > 0.9 * eighth, 20, "memory taken in a lull")
         engine.do("shutdown")
         assert engine.process.wait(20) == 0
 
