@@ -18,7 +18,7 @@ from fastengine.worker.memory import Storage
 
 # Of the pool, and bytes: more than that is not taken ahead of what is in use.
 AHEAD_SHARE = 8
-AHEAD_BYTES = 256 << 20
+AHEAD_BYTES = 64 << 20
 PIECE_BYTES = 2 << 20
 
 
