@@ -111,7 +111,7 @@ class KVCache:
         self.allocate()
 
     def allocate(self) -> None:
-        """Take the memory, zeroed; on a CPU pages, of 2 MiB where the system has them, are used as blocks are first written."""
+        """Take the memory, zeroed; on a CPU pages, of 2 MiB where the system has them, come as blocks are first written, or in a lull before."""
         for storage in self._storages():
             storage.allocate()
         self._moves = None
