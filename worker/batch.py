@@ -65,6 +65,8 @@ class PersistentBatch:
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int32)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
+        # One more than the highest block that was named since the KV memory was taken.
+        self.num_blocks_reached = 0
         self.occupied = np.zeros(max_num_seqs, dtype=bool)
         # Slots whose sequence could not go on; their rows are left out until the engine releases them.
         self.failed = np.zeros(max_num_seqs, dtype=bool)
@@ -95,10 +97,12 @@ class PersistentBatch:
         self.num_prompt[slot] = sequence.num_prompt
         self.block_table[slot, : blocks.size] = blocks
         self.num_blocks[slot] = blocks.size
+        self._reach(blocks)
         return None
 
     def grow(self, slots: np.ndarray, blocks: np.ndarray) -> None:
         """Append ``blocks[i]`` to the table of ``slots[i]``, in order; a slot may repeat."""
+        self._reach(blocks)
         if len(set(slots.tolist())) == len(slots):
             self.block_table[slots, self.num_blocks[slots]] = blocks
             self.num_blocks[slots] += 1
@@ -107,10 +111,8 @@ class PersistentBatch:
             self.block_table[slot, self.num_blocks[slot]] = block
             self.num_blocks[slot] += 1
 
-    @property
-    def num_blocks_reached(self) -> int:
-        """One more than the highest block that any slot's table names, or named. For a lull: it looks at all of them."""
-        return int(self.block_table.max(initial=-1)) + 1
+    def _reach(self, blocks: np.ndarray) -> None:
+        self.num_blocks_reached = max(self.num_blocks_reached, int(blocks.max(initial=-1)) + 1)
 
     def rows(self, plan: StepPlan) -> tuple[StepRows, list[RowError]]:
         """The plan's rows without those that can't run, and why those can't (reported once)."""

@@ -31,6 +31,7 @@ NUMPY_DTYPES = {
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 # Written and read back at once while the memory sleeps on disk.
 STRETCH_BYTES = 1 << 26
+HUGE_PAGE_BYTES = 2 << 20
 # Of a mapping that counts as being on huge pages: its ends hardly ever are.
 LEAST_HUGE_SHARE = 0.75
 MADV_POPULATE_WRITE = 23  # since Linux 5.14
@@ -71,8 +72,9 @@ class Storage:
         if self.device == "gpu":
             self.tensor = paddle.zeros(self.shape, dtype=self.dtype)
             return
-        # Private: the system gives no huge pages to shared memory.
-        memory = mmap.mmap(-1, max(self.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Private: the system gives no huge pages to shared memory. In whole huge pages, as only then it begins one.
+        piece = HUGE_PAGE_BYTES if self.huge_pages else 1
+        memory = mmap.mmap(-1, max(1, -(-self.nbytes // piece)) * piece, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self.huge_pages:
             ask_for_huge_pages(memory)
         self.adopt(memory)

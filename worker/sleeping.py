@@ -50,6 +50,8 @@ class Sleeper:
             elif self._host.cache is not None:
                 self._host.release_graphs()
                 self._host.cache.drop()
+                if self._host.batch is not None:
+                    self._host.batch.num_blocks_reached = 0
             self._asleep.add(tag)
         return_free_memory()
         return {"rss_bytes": rss_bytes(), "released_bytes": max(0, before - rss_bytes()), "asleep": sorted(self._asleep)}

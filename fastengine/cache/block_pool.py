@@ -121,6 +121,8 @@ class BlockPool:
         known = len(self._index)
         self._index.clear()
         self._blank.extend(self._retained)
+        # As at the start, the lowest first: on a CPU the memory of the others may not have been taken.
+        self._blank.sort(reverse=True)
         self._retained.clear()
         return known
 

@@ -75,6 +75,22 @@ class DirectBody:
         return True
 
 
+def end_with_connection(cycle: RequestResponseCycle) -> None:
+    """Have a reply of unknown length end with its connection, not in chunks, which HTTP/1.0 doesn't know and uvicorn sends all the same."""
+    send, without_length = cycle.send, False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal without_length
+        if message["type"] == "http.response.start":
+            without_length = not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = False if without_length else None
+        elif without_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unchunked
+
+
 class TimedProtocol(StrictProtocol):
     def __init__(
         self,
@@ -136,6 +152,8 @@ class TimedProtocol(StrictProtocol):
         self.scope[READ_CLOCK] = self._clock
 
     def head_read(self) -> None:
+        if self.scope["http_version"] == "1.0":
+            end_with_connection(self.cycle)
         self.scope[DIRECT_BODY] = DirectBody(self.cycle)
         self._on_busy(self, True)
 

@@ -36,7 +36,7 @@ def unpack_columns(handles: bytes, token_ids: bytes, num_steps: int) -> Iterator
     num_rows = len(owners)
     if len(tokens) != num_rows * num_steps:
         raise ValueError(f"{len(tokens)} token ids of {num_rows} sequences in {num_steps} steps")
-    if num_steps == 1:
+    if num_steps == 1 or not num_rows:
         return zip(owners, [[token] for token in tokens], strict=True)
     steps = [tokens[first : first + num_rows] for first in range(0, len(tokens), num_rows)]
     return zip(owners, map(list, zip(*steps, strict=True)), strict=True)

@@ -97,6 +97,9 @@ def test_forget_all() -> None:
     assert pool.forget_all() == 3
     assert (pool.num_blank, pool.num_retained) == (3, 0)
     pool.check({held[2]: 1})
+    pool.release(held[2:])
+    pool.forget_all()
+    assert sorted(pool.allocate(2)) == [0, 1], "as at the start, the lowest first"
 
 
 def test_check_notices_what_is_wrong() -> None:

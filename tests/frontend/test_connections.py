@@ -56,6 +56,10 @@ def received(connection: socket.socket) -> bytes:
     return bytes(data)
 
 
+def num_connections(server: ApiServer) -> int:
+    return server.on_loop(lambda: len(server.server.server_state.connections))
+
+
 def is_closed(connection: socket.socket, within_s: float) -> bool:
     ready, _, _ = select.select([connection], [], [], within_s)
     return bool(ready) and connection.recv(65536) == b""
@@ -296,14 +300,14 @@ def test_only_so_many_connections(start_server) -> None:
     server.http.close()
     server.http = httpx.Client(base_url=server.url, timeout=20)
     held = [connect(server) for _ in range(5)]
-    time.sleep(0.1)
+    wait_until(lambda: num_connections(server) == 5, 10, "five connections are taken")
     refused = connect(server)
     reply = received(refused)
     assert reply.startswith(b"HTTP/1.1 503 ")
     assert b"5 connections are open" in reply
     for connection in held:
         connection.close()
-    time.sleep(0.1)
+    wait_until(lambda: num_connections(server) == 0, 10, "they are gone")
     assert answers(server)
 
 

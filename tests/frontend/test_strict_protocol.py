@@ -298,3 +298,26 @@ def test_head_is_get_without_the_body(api: ApiServer, path: str) -> None:
     assert reply.headers["content-type"] == got.headers["content-type"]
     assert reply.content == b""
     assert api.http.get("/health").status_code == 200  # the connection is as it should be
+
+
+def test_a_stream_of_http_1_0_ends_with_its_connection(start_server):
+    """There are no chunks in it: what came first in each would be text to such a client."""
+    server = start_server()
+    server.engine.step_s = 0.005  # so that it comes in several pieces
+    with connect(server) as connection:
+        connection.sendall(STREAMED.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, body = received(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    *events, done, rest = body.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert "".join(json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events) == "x" * 30
+
+
+def test_a_whole_reply_of_http_1_0_has_a_length(api):
+    with connect(api) as connection:
+        connection.sendall(POST.replace(b"HTTP/1.1", b"HTTP/1.0") + LENGTH + b"\r\n" + BODY)
+        ((status, headers, body),) = replies(received(connection))
+    assert status == 200
+    assert headers["connection"] == "close"
+    assert json.loads(body)["usage"]["completion_tokens"] == 3

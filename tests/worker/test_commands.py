@@ -182,7 +182,10 @@ def test_sleep_gives_memory_back_and_wakeup_restores_it(tmp_path: Path) -> None:
 
 def test_kv_memory_alone_can_sleep(served: Served) -> None:
     before = served.answer()
+    assert served.host.batch is not None
+    assert served.host.batch.num_blocks_reached > 0
     served.do("sleep", tags=["kv_cache"])
+    assert served.host.batch.num_blocks_reached == 0, "or all that was ever used would be taken again"
     assert served.do("checksum")
     served.do("wakeup", tags=["kv_cache"])
     assert served.answer() == before

@@ -8,7 +8,11 @@ import mmap
 import numpy as np
 import pytest
 
+from fastengine.protocol.requests import SamplingParams
+from fastengine.protocol.steps import StartedSequence
+from fastengine.protocol.tokens import pack_token_ids
 from fastengine.worker import pages_ahead
+from fastengine.worker.batch import PersistentBatch
 from fastengine.worker.kv_cache import KVCache, KVShape
 from fastengine.worker.memory import Storage
 
@@ -85,3 +89,16 @@ def test_a_system_that_refuses_is_not_asked_again(cache, monkeypatch):
     assert not cache.take_pages_ahead(0)
     assert not cache.take_pages_ahead(NUM_BLOCKS)
     assert asked == [0]
+
+
+def test_blocks_reached_are_those_named_since_the_memory_was_taken():
+    batch = PersistentBatch(max_num_seqs=2, max_model_len=64, block_size=8, vocab_size=10)
+    assert batch.num_blocks_reached == 0
+    tokens, sampling = pack_token_ids([1, 2]), SamplingParams()
+    assert (
+        batch.start(StartedSequence(slot=0, token_ids=tokens, num_prompt=2, num_computed=0, block_ids=pack_token_ids([4]), sampling=sampling)) is None
+    )
+    assert batch.num_blocks_reached == 5
+    batch.grow(np.array([0], np.int32), np.array([9], np.int32))
+    batch.release(np.array([0], np.int32))
+    assert batch.num_blocks_reached == 10, "what was used once stays taken"
