@@ -72,8 +72,9 @@ class Storage:
         if self.device == "gpu":
             self.tensor = paddle.zeros(self.shape, dtype=self.dtype)
             return
-        # Private: the system gives no huge pages to shared memory. In whole huge pages, as only then it begins one.
-        piece = HUGE_PAGE_BYTES if self.huge_pages else 1
+        # Private: the system gives no huge pages to shared memory. In whole huge pages, as only then it begins one;
+        # what is smaller would become one.
+        piece = HUGE_PAGE_BYTES if self.huge_pages and self.nbytes >= HUGE_PAGE_BYTES else 1
         memory = mmap.mmap(-1, max(1, -(-self.nbytes // piece)) * piece, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self.huge_pages:
             ask_for_huge_pages(memory)
