@@ -87,6 +87,42 @@ FE_INLINE void add_dots_of(IVec (&sums)[kVecs], const IVec (&weights)[kVecs], co
 #endif
 }
 
+#if !defined(FE_HAS_DOTS)
+// Sums of 16 bits += weights (u8) . values (s8), two products each. Weights of four bits and 32 k's of a column fit: 15 * 127 * 2
+// in each of 8 quads. A product and its sum are kept together: GCC makes all products first, and has no registers for them.
+FE_INLINE void add_short_dots(IVec& sums, IVec weights, IVec values) {
+  IVec products;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(weights), "x"(values));
+}
+
+// sums += weights (s8) . values (s8, at least -127), exact; `sizes`: |weights|. Values take the weights' signs, and two products,
+// 2 * 128 * 127 at most, fit into 16 bits.
+FE_INLINE void add_signed_dots(IVec& sums, IVec sizes, IVec weights, IVec values) {
+  IVec products;
+  asm("vpsignb %3, %4, %1\n\tvpmaddubsw %1, %2, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"
+      : "+x"(sums), "=&x"(products)
+      : "x"(sizes), "x"(weights), "x"(values), "x"(_mm256_set1_epi16(1)));
+}
+
+// 32 k's of kRows rows and kVecs vectors of weights, those of u at a quad being load(quad, u).
+template <int kRows, int kVecs, typename Load>
+FE_INLINE void sum_shorts(const uint8_t* quad, int64_t quad_bytes, const int32_t* values, int64_t stride, const Load& load, IVec (&sums)[kRows][kVecs]) {
+  for (int r = 0; r < kRows; ++r) {
+    for (int u = 0; u < kVecs; ++u) sums[r][u] = iset(0);
+  }
+#pragma GCC unroll 8
+  for (int q = 0; q < kBlockK / 4; ++q, quad += quad_bytes, values += stride) {
+    asm("" : "+r"(quad), "+r"(values));  // else each quad has addresses of its own, in more registers than there are
+    IVec weights[kVecs];
+    for (int u = 0; u < kVecs; ++u) weights[u] = load(quad, u);
+    for (int r = 0; r < kRows; ++r) {
+      const IVec value = iset(values[r]);
+      for (int u = 0; u < kVecs; ++u) add_short_dots(sums[r][u], weights[u], value);
+    }
+  }
+}
+#endif
+
 // sums += pairs of s16 . pairs of s16, exact.
 FE_INLINE void add_pairs(IVec& sums, IVec a, IVec b) {
 #if defined(__AVX512VNNI__)

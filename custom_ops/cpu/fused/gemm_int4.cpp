@@ -70,16 +70,8 @@ struct Int4Block {
     }
     add_block<kRows>(quads, x, stride, sums);
 #else
-    // 16 bits hold all 32 products of nibbles: 15 * 127 * 2 in each of 8 quads.
-    for (int r = 0; r < kRows; ++r) {
-      for (int u = 0; u < kAtOnce; ++u) sums[r][u] = iset(0);
-    }
-    for (int q = 0; q < kQuads; ++q) {
-      for (int r = 0; r < kRows; ++r) {
-        const IVec value = iset(x.values[q * stride + r]);
-        for (int u = 0; u < kAtOnce; ++u) sums[r][u] = _mm256_add_epi16(sums[r][u], _mm256_maddubs_epi16(quads[q][u], value));
-      }
-    }
+    const auto load = [](const uint8_t* quad, int u) __attribute__((always_inline)) { return iload(quad + u * static_cast<int>(sizeof(IVec))); };
+    sum_shorts<kRows, kAtOnce>(reinterpret_cast<const uint8_t*>(quads), sizeof(quads[0]), x.values, stride, load, sums);
     for (int r = 0; r < kRows; ++r) {
       for (int u = 0; u < kAtOnce; ++u) sums[r][u] = _mm256_add_epi32(start(x, r, u), _mm256_madd_epi16(sums[r][u], steps[u]));
     }
@@ -210,8 +202,73 @@ FE_INLINE void add_few(Groups groups, const Activations& a, int64_t num_groups, 
   if (kFewRows > 3) add_few_rows<4>(groups, a, num_groups, out);
 }
 #else
-constexpr int kFewRows = 0;
-FE_INLINE void add_few(Groups, const Activations&, int64_t, float*) {}
+// Up to this many rows, which are one tile, nibbles are taken from where they lie.
+constexpr int kFewRows = kTileRows;
+
+// A whole group of rows [row, row + kRows).
+template <int kRows, int kVecs>
+FE_INLINE void add_few(const uint8_t* group, const uint8_t* steps, int64_t column, const Activations& a, int64_t g, int64_t row, float* out) {
+  constexpr int kVecBytes = sizeof(IVec), kQuadBytes = kPanel * 4, kLines = kVecs * kVecBytes * kQuads / 64 / 2;  // to ask for with each half
+  const auto low = [](const uint8_t* quad, int u) __attribute__((always_inline)) { return bytes_and(iload(quad + u * kVecBytes), 0x0f); };
+  const auto high = [](const uint8_t* quad, int u) __attribute__((always_inline)) { return high_to_low(iload(quad + u * kVecBytes)); };
+  const uint8_t *const nibbles = group + kInt4NibblesAt + column * 4, *line = group + kInt4NibblesAt + column / kLanes * kLines * 128;
+  const auto ask = [&]() __attribute__((always_inline)) {
+    for (int i = 0; row == 0 && i < kLines; ++i, line += 64) ask_ahead(line);
+  };
+  const int64_t stride = a.num_rows;
+  const int32_t* const values = reinterpret_cast<const int32_t*>(a.values) + g * 2 * kQuads * stride + row;
+  const bool together = a.group_blocks == 2;
+  const float* const scales = a.scales + (together ? g : 2 * g) * stride + row;
+  alignas(32) int32_t partial[kRows][kVecs * kLanes];
+  IVec sums[kRows][kVecs];
+  ask();
+  sum_shorts<kRows, kVecs>(nibbles, kQuadBytes, values, stride, low, sums);
+  for (int u = 0; u < kVecs; ++u) {
+    const IVec step = twice_16(steps_of(steps + column + u * kLanes, 0));
+    for (int r = 0; r < kRows; ++r) istore(partial[r] + u * kLanes, _mm256_add_epi32(iset(kMagicBits), _mm256_madd_epi16(sums[r][u], step)));
+  }
+  ask();
+  sum_shorts<kRows, kVecs>(nibbles, kQuadBytes, values + kQuads * stride, stride, high, sums);
+  for (int u = 0; u < kVecs; ++u) {
+    const int64_t at = column + u * kLanes;
+    const IVec step = twice_16(steps_of(steps + at, 1));
+    const Vec scale = halves(group + kScalesAt + at * 2), offset = offset_of(scale);
+    for (int r = 0; r < kRows; ++r) {
+      float* const target = out + (row + r) * kPanel + u * kLanes;
+      const IVec first = iload(partial[r] + u * kLanes), second = _mm256_madd_epi16(sums[r][u], step);
+      if (together) {
+        add_scaled(as_floats(_mm256_add_epi32(first, second)), scale, offset, vset(scales[r]), target);
+      } else {
+        add_scaled(as_floats(first), scale, offset, vset(scales[r]), target);
+        add_scaled(as_floats(_mm256_add_epi32(iset(kMagicBits), second)), scale, offset, vset(scales[stride + r]), target);
+      }
+    }
+  }
+}
+
+template <int kRows, int kVecs>
+__attribute__((noinline)) void add_few_rows(Groups groups, const Activations& a, int64_t num_groups, int64_t row, float* out) {
+  for (int64_t g = 0; g < num_groups; ++g) {
+    const auto [group, steps] = groups.at(g);
+    ask_ahead(group);
+    for (int64_t column = 0; column < kPanel; column += kVecs * kLanes) add_few<kRows, kVecs>(group, steps, column, a, g, row, out + column);
+  }
+}
+
+FE_INLINE void add_few(Groups groups, const Activations& a, int64_t num_groups, float* out) {
+  for (int64_t row = 0; row < a.num_rows; row += 8) {
+    switch (a.num_rows - row) {
+      case 1: return add_few_rows<1, 4>(groups, a, num_groups, row, out);
+      case 2: return add_few_rows<2, 4>(groups, a, num_groups, row, out);
+      case 3: return add_few_rows<3, 2>(groups, a, num_groups, row, out);
+      case 4: return add_few_rows<4, 2>(groups, a, num_groups, row, out);
+      case 5: return add_few_rows<5, 2>(groups, a, num_groups, row, out);
+      case 6: return add_few_rows<6, 2>(groups, a, num_groups, row, out);
+      case 7: return add_few_rows<7, 1>(groups, a, num_groups, row, out);
+      default: add_few_rows<8, 1>(groups, a, num_groups, row, out);  // as many as there are registers for
+    }
+  }
+}
 #endif
 
 // out = the minima times the sums of activations, of up to kRows rows of a tile.

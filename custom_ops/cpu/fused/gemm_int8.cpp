@@ -5,6 +5,10 @@ namespace fastengine {
 namespace FE_ISA {
 namespace {
 
+#if !defined(FE_HAS_DOTS)
+FE_INLINE IVec less_128(IVec bytes) { return _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)); }
+#endif
+
 // 32 k's of kAtOnce vectors of columns.
 struct Int8Block {
   IVec quads[kQuads][kAtOnce];
@@ -21,18 +25,18 @@ struct Int8Block {
     }
     add_block<kRows>(quads, x, stride, sums);
 #else
-    // In sums of 16 bits, which hold two products when the signs are the activations': 2 * 128 * 127.
-    const IVec ones = _mm256_set1_epi16(1);
     for (int r = 0; r < kRows; ++r) {
       for (int u = 0; u < kAtOnce; ++u) sums[r][u] = iset(kMagicBits);
     }
-    for (int q = 0; q < kQuads; ++q) {
+    const IVec(*quad)[kAtOnce] = quads, (*size)[kAtOnce] = sizes;
+    const int32_t* values = x.values;
+    for (int q = 0; q < kQuads; ++q, ++quad, ++size, values += stride) {
+      asm("" : "+r"(quad), "+r"(size), "+r"(values));  // as in sum_shorts()
+      IVec w[kAtOnce], sizes_of[kAtOnce];
+      for (int u = 0; u < kAtOnce; ++u) w[u] = iload(&(*quad)[u]), sizes_of[u] = iload(&(*size)[u]);
       for (int r = 0; r < kRows; ++r) {
-        const IVec value = iset(x.values[q * stride + r]);
-        for (int u = 0; u < kAtOnce; ++u) {
-          const IVec pairs = _mm256_maddubs_epi16(sizes[q][u], _mm256_sign_epi8(value, quads[q][u]));
-          sums[r][u] = _mm256_add_epi32(sums[r][u], _mm256_madd_epi16(pairs, ones));
-        }
+        const IVec value = iset(values[r]);
+        for (int u = 0; u < kAtOnce; ++u) add_signed_dots(sums[r][u], sizes_of[u], w[u], value);
       }
     }
 #endif
@@ -60,7 +64,7 @@ FE_INLINE Int8Block load_block(const uint8_t* block, int64_t column) {
       if (begins_line(at)) ask_ahead(quads);
       w.quads[q][u] = iload(quads);
 #if !defined(FE_HAS_DOTS)
-      w.quads[q][u] = _mm256_xor_si256(w.quads[q][u], _mm256_set1_epi8(-128));
+      w.quads[q][u] = less_128(w.quads[q][u]);
       w.sizes[q][u] = _mm256_abs_epi8(w.quads[q][u]);
 #endif
     }
@@ -100,9 +104,24 @@ void int8_strip(const uint8_t* panel, int64_t strip, const Activations& a, float
       const Vec scales = halves(block + kScalesAt + column * 2), offsets = offset_of(scales);
       IVec quads[kQuads];
       for (int q = 0; q < kQuads; ++q) quads[q] = iload(block + kInt8ValuesAt + (q * kPanel + column) * 4);
-      for (int64_t r = 0; r < num_rows; ++r) {
+      const int32_t* const values = reinterpret_cast<const int32_t*>(a.values) + b * kQuads * num_rows;
+#if defined(FE_HAS_DOTS)
+      const auto sum_of = [&](int64_t r) __attribute__((always_inline)) {
         IVec sums = iset(a.starts[at + r]);
-        for (int q = 0; q < kQuads; ++q) add_dots(sums, quads[q], iset(reinterpret_cast<const int32_t*>(a.values)[(b * kQuads + q) * num_rows + r]));
+        for (int q = 0; q < kQuads; ++q) add_dots(sums, quads[q], iset(values[q * num_rows + r]));
+        return sums;
+      };
+#else
+      IVec sizes[kQuads];
+      for (int q = 0; q < kQuads; ++q) quads[q] = less_128(quads[q]), sizes[q] = _mm256_abs_epi8(quads[q]);
+      const auto sum_of = [&](int64_t r) __attribute__((always_inline)) {
+        IVec sums = iset(kMagicBits);
+        for (int q = 0; q < kQuads; ++q) add_signed_dots(sums, sizes[q], quads[q], iset(values[q * num_rows + r]));
+        return sums;
+      };
+#endif
+      for (int64_t r = 0; r < num_rows; ++r) {
+        const IVec sums = sum_of(r);
         add_scaled(as_floats(sums), scales, offsets, vset(a.scales[at + r]), out + r * kStrip + u * kLanes);
       }
     }

@@ -26,7 +26,11 @@ int64_t dot_rounds(int64_t rounds) {
   IVec values = iset(0x00010001);
   for (int64_t i = 0; i < rounds; ++i) {
     asm volatile("" : "+v"(values));
+#if defined(FE_HAS_DOTS)
     for (IVec& sum : sums) add_dots(sum, weights, values);
+#else
+    for (IVec& sum : sums) add_short_dots(sum, weights, values);
+#endif
   }
   for (IVec& sum : sums) asm volatile("" : "+v"(sum));
   return rounds * kChains * kLanes * 8;

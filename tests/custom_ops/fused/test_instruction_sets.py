@@ -125,7 +125,7 @@ def test_avxvnni_computes_what_avx2_does(compiled: Library, layout: Layout, kv_t
 
 
 @pytest.mark.parametrize("layout", [Layout.INT8, Layout.INT4])
-@pytest.mark.parametrize("num_rows", [1, 3, 29])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 6, 15, 29])
 def test_sums_hold_the_largest_products(isa: str, layout: Layout, num_rows: int) -> None:
     """Weights of the largest sizes times activations of 127: where bytes are multiplied in pairs, sums of 16 bits must not saturate."""
     shape = TinyModel(layout, isa, tied=False).shape
