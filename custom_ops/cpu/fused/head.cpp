@@ -99,6 +99,16 @@ struct Head {
     });
   }
 
+  // A block's part of the rows' shifts and variances, of as many columns as `step` has.
+  template <int kRows>
+  __attribute__((always_inline)) static void add_block(Vec step, const float* shifts, const float* energies, Vec* values, Vec* variances) {
+    const Vec square = vmul(step, step);
+    for (int r = 0; r < kRows; ++r) {
+      values[r] = vfma(step, vset(shifts[r]), values[r]);
+      variances[r] = vfma(square, vset(energies[r]), variances[r]);
+    }
+  }
+
   // From coarse logits of a panel, of rows from `row` on. A NaN counts as infinite.
   template <int kRows>
   void bound(int64_t row, int64_t panel, const float* coarse) const {
@@ -115,14 +125,20 @@ struct Head {
         const Vec unit = vload(reinterpret_cast<const float*>(first) + v);
         Vec values[kRows], variances[kRows];
         for (int r = 0; r < kRows; ++r) values[r] = vload(coarse + r * kPanel + v), variances[r] = vzero();
-        for (int64_t b = 0; b < num_blocks; ++b) {
-          // Reading goes on while bounds are computed, from where the GEMM has asked for the next panel's weights.
+        // Reading goes on while bounds are computed, from where the GEMM has asked for the next panel's weights.
+        int64_t b = 0;
+        // Of vectors this short, both steps of a group come from one reading.
+        for (; kLanes == 8 && b + 2 <= num_blocks; b += 2) {
+          const Vec scale = halves(scales + b / 2 * kInt4GroupBytes + v * 2);
+          const IVec both = bytes_as_integers(steps + b / 2 * kPanel + v);
           ask_ahead(first + m.screen.panel_bytes + (v / kLanes * num_blocks + b) * 64);
-          const Vec step = step_of(b, v), square = vmul(step, step);
-          for (int r = 0; r < kRows; ++r) {
-            values[r] = vfma(step, vset(shifts[b * num_rows + r]), values[r]);
-            variances[r] = vfma(square, vset(energies[b * num_rows + r]), variances[r]);
-          }
+          add_block<kRows>(vmul(scale, to_floats(bytes_and(both, 15))), shifts + b * num_rows, energies + b * num_rows, values, variances);
+          ask_ahead(first + m.screen.panel_bytes + (v / kLanes * num_blocks + b + 1) * 64);
+          add_block<kRows>(vmul(scale, to_floats(shift_right_4(both))), shifts + (b + 1) * num_rows, energies + (b + 1) * num_rows, values, variances);
+        }
+        for (; b < num_blocks; ++b) {
+          ask_ahead(first + m.screen.panel_bytes + (v / kLanes * num_blocks + b) * 64);
+          add_block<kRows>(step_of(b, v), shifts + b * num_rows, energies + b * num_rows, values, variances);
         }
         for (int r = 0; r < kRows; ++r) {
           const Vec outlier = step_of(w.screening.outliers[row + r], v);
