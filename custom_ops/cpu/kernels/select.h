@@ -6,7 +6,7 @@
 namespace fastengine {
 namespace FE_ISA {
 
-// Entries of a row that may be chosen, in ascending order of id.
+// Entries of a row that may be chosen, in ascending order of id, in arrays of whole vectors.
 struct Candidates {
   float* values;   // at most 0 after the row's maximum was taken off
   int32_t* ids;
@@ -40,6 +40,28 @@ FE_INLINE Vec add_where_ge(Vec sum, Vec weights, Vec values, Vec bound) {
   return _mm256_add_ps(sum, _mm256_and_ps(weights, _mm256_cmp_ps(values, bound, _CMP_GE_OQ)));
 #endif
 }
+
+#if !defined(__AVX512F__)
+// For each set of lanes, which ones they are, lowest first, in a byte each.
+struct LanesOfBits {
+  uint64_t of[256];
+};
+static constexpr LanesOfBits lanes_of_bits() {
+  LanesOfBits table{};
+  for (int bits = 0; bits < 256; ++bits) {
+    for (int lane = 0, at = 0; lane < 8; ++lane) {
+      if ((bits >> lane & 1) != 0) table.of[bits] |= static_cast<uint64_t>(lane) << 8 * at++;
+    }
+  }
+  return table;
+}
+static constexpr LanesOfBits kLanesOfBits = lanes_of_bits();
+
+// Puts the lanes of `bits` in front. What is behind them is no matter, but is stored with them: a whole vector from p on.
+FE_INLINE __m256i lanes_in_front(uint32_t bits) { return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(kLanesOfBits.of[bits]))); }
+FE_INLINE void vstore_lanes(float* p, Vec x, __m256i lanes) { vstore(p, _mm256_permutevar8x32_ps(x, lanes)); }
+FE_INLINE void istore_lanes(int32_t* p, __m256i x, __m256i lanes) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(x, lanes)); }
+#endif
 
 constexpr int64_t kSumPiece = 1024;  // entries summed in float before they go into a double
 
@@ -80,6 +102,14 @@ FE_INLINE int64_t keep_between(const float* values, const float* weights, int64_
     vstore_n(values_out + kept, _mm512_maskz_compress_ps(mask, value), n);
     kept += n;
 #else
+    if (lanes == kLanes) {
+      const __m256i front = lanes_in_front(bits);
+      if (weights != nullptr) vstore_lanes(weights_out + kept, vload(weights + i), front);
+      vstore_lanes(values_out + kept, value, front);
+      kept += __builtin_popcount(bits);
+      continue;
+    }
+    // The last ones one by one: nothing may be stored behind them.
     for (; bits != 0; bits &= bits - 1) {
       const int64_t at = i + __builtin_ctz(bits);
       if (weights != nullptr) weights_out[kept] = weights[at];
@@ -144,13 +174,11 @@ FE_INLINE int64_t keep_lanes(Candidates* c, int64_t from, uint32_t bits, int64_t
   _mm512_mask_storeu_epi32(c->ids + kept, lane_mask(n), ids);
   return kept + n;
 #else
-  for (; bits != 0; bits &= bits - 1) {
-    const int64_t i = from + __builtin_ctz(bits);
-    c->values[kept] = c->values[i];
-    c->ids[kept] = c->ids[i];
-    c->weights[kept++] = c->weights[i];
-  }
-  return kept;
+  const __m256i front = lanes_in_front(bits);
+  vstore_lanes(c->values + kept, vload(c->values + from), front);
+  vstore_lanes(c->weights + kept, vload(c->weights + from), front);
+  istore_lanes(c->ids + kept, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(c->ids + from)), front);
+  return kept + __builtin_popcount(bits);
 #endif
 }
 
@@ -205,7 +233,7 @@ FE_INLINE int64_t gather_candidates(const float* row, int64_t n, float maximum, 
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t lanes = min_i(kLanes, n - i);
     const Vec values = scaled(vload_n(row + i, lanes), vset(maximum), vset(inverse_temperature));
-    uint32_t bits = vge_bits(values, vset(threshold)) & ((1u << lanes) - 1u);
+    const uint32_t bits = vge_bits(values, vset(threshold)) & ((1u << lanes) - 1u);
     if (bits == 0) continue;
 #if defined(__AVX512F__)
     const __mmask16 mask = static_cast<__mmask16>(bits);
@@ -215,14 +243,10 @@ FE_INLINE int64_t gather_candidates(const float* row, int64_t n, float maximum, 
     _mm512_mask_storeu_epi32(c->ids + count, lane_mask(found), _mm512_maskz_compress_epi32(mask, ids));
     count += found;
 #else
-    float lane_values[kLanes];
-    vstore(lane_values, values);
-    for (; bits != 0; bits &= bits - 1) {
-      const int lane = __builtin_ctz(bits);
-      c->values[count] = lane_values[lane];
-      c->ids[count] = static_cast<int32_t>(i + lane);
-      ++count;
-    }
+    const __m256i front = lanes_in_front(bits), ids = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(i)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    vstore_lanes(c->values + count, values, front);
+    istore_lanes(c->ids + count, ids, front);
+    count += __builtin_popcount(bits);
 #endif
   }
   c->count = count;
