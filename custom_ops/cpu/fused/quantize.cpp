@@ -43,9 +43,14 @@ FE_INLINE IVec to_quads(const Vec* x, Vec inverse, IVec* sums) {
   return _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
 }
 
+// And in order.
+FE_INLINE IVec to_dwords(const Vec* x, Vec inverse, IVec* sums) {
+  return _mm256_permutevar8x32_epi32(to_quads(x, inverse, sums), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
 FE_INLINE int32_t to_bytes(const Vec* x, Vec inverse, int32_t* dwords) {
   IVec sums;
-  istore(dwords, _mm256_permutevar8x32_epi32(to_quads(x, inverse, &sums), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+  istore(dwords, to_dwords(x, inverse, &sums));
   __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
   sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
@@ -193,6 +198,9 @@ FE_INLINE void transpose_rows(const IVec* x, IVec* out) {
   out[2] = _mm256_unpacklo_epi64(c, d), out[3] = _mm256_unpackhi_epi64(c, d);
 }
 
+FE_INLINE Vec inverses_of(Vec largest) { return _mm256_and_ps(vdiv(vset(127.0f), largest), _mm256_cmp_ps(largest, vzero(), _CMP_GT_OQ)); }
+FE_INLINE IVec starts_of(IVec sums) { return _mm256_sub_epi32(iset(kMagicBits), _mm256_slli_epi32(sums, 7)); }
+
 // Up to 8 rows of a tile, from `first` on, and where their values lie, rows `stride` apart.
 struct RowsTogether {
   const float* x;
@@ -226,7 +234,7 @@ FE_INLINE void put_together(const RowsTogether& rows, const float* inverses, Vec
   const IVec sums = sums_of_rows(lanes_added);
   const int64_t at = block * t.num_rows + rows.first;
   vstore_n(t.sums + at, vmul(scale, to_floats(sums)), rows.count);
-  istore_n(t.starts + at, _mm256_sub_epi32(iset(kMagicBits), _mm256_slli_epi32(sums, 7)), rows.count);
+  istore_n(t.starts + at, starts_of(sums), rows.count);
 }
 
 constexpr int64_t kTogetherFrom = 5;  // rows: as quick as five one by one, and a block's last two quads fill a vector
@@ -256,11 +264,42 @@ void quantize_together(const TileSource& s, int64_t block, int64_t group, const 
   for (int64_t first = (t.num_rows - 1) / kLanes * kLanes; first >= 0; first -= kLanes) {
     const Vec largest = largest_of_rows(most + first), scale = vmul(largest, vset(1.0f / 127.0f));
     alignas(32) float inverses[kLanes];
-    vstore(inverses, _mm256_and_ps(vdiv(vset(127.0f), largest), _mm256_cmp_ps(largest, vzero(), _CMP_GT_OQ)));
+    vstore(inverses, inverses_of(largest));
     RowsTogether rows{x[first], kValues, first, min_i(kLanes, t.num_rows - first)};
     if (as_they_are) rows.x = source + first * s.stride, rows.stride = s.stride;
     vstore_n(t.scales + group * t.num_rows + first, scale, rows.count);
     for (int b = 0; b < kBlocks; ++b, rows.x += kBlockK) put_together(rows, inverses, scale, block + b, t);
+  }
+}
+
+// What quantize_alone() does of 8 groups of a single row, whose blocks follow each other in all arrays.
+template <int kBlocks>
+void quantize_run(const TileSource& s, int64_t block, int64_t group, const TileTarget& t) {
+  alignas(32) float x[kBlocks * kLanes][kBlockK];
+  Vec most[kLanes];
+  for (int b = 0; b < kBlocks * kLanes; ++b) {
+    Vec values[kVecs], &largest = most[b / kBlocks];
+    load_block(s, 0, block + b, values);
+    if (b % kBlocks == 0) largest = vzero();
+    for (int i = 0; i < kVecs; ++i) vstore(x[b] + i * kLanes, values[i]), largest = vmax(largest, vabs(values[i]));
+  }
+  const Vec largest = largest_of_rows(most), scale = vmul(largest, vset(1.0f / 127.0f));
+  alignas(32) float inverses[kLanes];
+  vstore(inverses, inverses_of(largest));
+  vstore(t.scales + group, scale);
+  for (int first = 0; first < kBlocks * kLanes; first += kLanes) {
+    Vec lanes_added[kLanes];
+    for (int b = first; b < first + kLanes; ++b) {
+      Vec values[kVecs];
+      IVec added;
+      for (int i = 0; i < kVecs; ++i) values[i] = vload(x[b] + i * kLanes);
+      istore(t.values + (block + b) * (kBlockK / 4), to_dwords(values, vset(inverses[b / kBlocks]), &added));
+      lanes_added[b - first] = _mm256_castsi256_ps(added);
+    }
+    const IVec sums = sums_of_rows(lanes_added), groups = _mm256_srli_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), kBlocks - 1);
+    const Vec scales = _mm256_permutevar8x32_ps(scale, _mm256_add_epi32(groups, iset(first / kBlocks)));
+    vstore(t.sums + block + first, vmul(scales, to_floats(sums)));
+    istore(t.starts + block + first, starts_of(sums));
   }
 }
 #endif
@@ -320,7 +359,14 @@ void make_sum_pairs(Activations* a, uint8_t* memory) {
 void quantize_tile(const TileSource& source, int64_t tile, int64_t first_group, int64_t last_group, const Activations& out) {
   const TileTarget target = target_of(out, tile);
   const int64_t num_blocks = out.padded_k / kBlockK;
-  for (int64_t group = first_group; group < last_group; ++group) {
+  int64_t group = first_group;
+#if !defined(__AVX512F__)
+  for (; out.quantized && target.num_rows == 1 && group + kLanes <= last_group && (group + kLanes) * out.group_blocks <= num_blocks; group += kLanes) {
+    const int64_t block = group * out.group_blocks;
+    out.group_blocks == 1 ? quantize_run<1>(source, block, group, target) : quantize_run<2>(source, block, group, target);
+  }
+#endif
+  for (; group < last_group; ++group) {
     const int64_t block = group * out.group_blocks, blocks = min_i(out.group_blocks, num_blocks - block);
     if (!out.quantized) {
       copy_group(source, tile, block, blocks, out);

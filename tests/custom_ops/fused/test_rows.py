@@ -12,9 +12,9 @@ from .tiny import BLOCK_SIZE, Row, TinyCache, TinyModel, cos_sin, new_arena, ste
 
 
 @pytest.mark.parametrize("layout", [Layout.INT8, Layout.INT4])
-@pytest.mark.parametrize("sizes", [{}, {"hidden": 128, "intermediate": 256}])
+@pytest.mark.parametrize("sizes", [{}, {"hidden": 576, "intermediate": 544}])
 def test_a_tile_of_any_number_of_rows_has_the_same_bits(isa: str, layout: Layout, sizes: dict[str, int]) -> None:
-    """Alone, together, and in tiles that end anywhere: of columns that are whole groups of 64, and that are not."""
+    """Alone, together, and in tiles that end anywhere: of rows of three blocks, and of eight groups and more."""
     model = TinyModel(layout, isa, num_layers=1, **sizes)
     tokens = np.random.default_rng(1).integers(0, 300, 33)
     blocks = list(range(-(-33 // BLOCK_SIZE)))
