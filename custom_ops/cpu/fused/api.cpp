@@ -154,7 +154,7 @@ int fe_fused_define_linear(int64_t id, int64_t layer, const char* name, int64_t 
 int64_t fe_fused_num_bytes(int64_t id) { return at(id).model.num_bytes; }
 
 // Of those, what a step with `num_greedy` rows that take their largest logit, and no others, reads.
-int64_t fe_fused_bytes_read(int64_t id, int64_t num_greedy) { return at(id).model.bytes_read(num_greedy); }
+int64_t fe_fused_bytes_read(int64_t id, int64_t num_greedy) { return at(id).model.bytes_read(num_greedy, at(id).isa->rows_screened); }
 
 // `arena` (64-byte aligned, zeroed or saved from another) is used until the next bind; null: none.
 void fe_fused_bind(int64_t id, uint8_t* arena) { at(id).model.bind(arena); }

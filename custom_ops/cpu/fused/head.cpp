@@ -75,8 +75,10 @@ struct Head {
   void prepare(Member& me) const {
     Activations a = w.head;
     const int64_t num_rows = s.num_samples, num_blocks = a.padded_k / kBlockK;
+    bool has_pairs = false;
     for_tasks(me, num_rows, 1, [&](int64_t r, int64_t) {
-      make_sum_pairs(&a, scratch);
+      if (!has_pairs) make_sum_pairs(&a, scratch);
+      has_pairs = true;
       int64_t outlier = 0;
       for (int64_t b = 1; b < num_blocks; ++b) outlier = a.scales[b * num_rows + r] > a.scales[outlier * num_rows + r] ? b : outlier;
       // Relative to this scale, so that no square is too small for a float. Without any, 0 / 0 lets nothing be left out.

@@ -58,9 +58,9 @@ int64_t Model::reserve(int64_t size) {
   return at;
 }
 
-int64_t Model::bytes_read(int64_t num_greedy) const {
+int64_t Model::bytes_read(int64_t num_greedy, int64_t rows_screened) const {
   int64_t unread = shape.tied != 0 ? 0 : embedding.num_bytes();
-  if (screen.rows != 0) unread += num_greedy <= kRowsScreened ? head().num_bytes() : screen.num_bytes();
+  if (screen.rows != 0) unread += num_greedy <= rows_screened ? head().num_bytes() : screen.num_bytes();
   return num_bytes - unread;
 }
 

@@ -82,8 +82,9 @@ struct Model {
   // Both throw std::invalid_argument for a layer or name that does not exist; layer -1 is the model's own.
   Linear& linear(int64_t layer, const std::string& name);
   Vector& vector(int64_t layer, const std::string& name);
-  // What a step with that many greedy rows reads of the arena, but for rows of the embedding and strips of the head that may win.
-  int64_t bytes_read(int64_t num_greedy) const;
+  // What a step with that many greedy rows reads of the arena, but for rows of the embedding and strips of the head that may win; up to
+  // `rows_screened` rows read the screen.
+  int64_t bytes_read(int64_t num_greedy, int64_t rows_screened) const;
   const Linear& head() const { return shape.tied != 0 ? embedding : lm_head; }
 
   // Takes the next `size` bytes of the arena.

@@ -20,11 +20,11 @@ namespace {
 
 // Sampling has no dot products: AVX2's is AVX-VNNI's.
 const StepIsa kSets[] = {
-    {"avx512", Isa::kAvx512, avx512::step_bytes, avx512::run_step, avx512::sample_rows, avx512::read_all, avx512::dot_rounds},
+    {"avx512", Isa::kAvx512, rows_screened(true), avx512::step_bytes, avx512::run_step, avx512::sample_rows, avx512::read_all, avx512::dot_rounds},
 #if FE_HAS_AVXVNNI
-    {"avxvnni", Isa::kAvxVnni, avxvnni::step_bytes, avxvnni::run_step, avx2::sample_rows, avxvnni::read_all, avxvnni::dot_rounds},
+    {"avxvnni", Isa::kAvxVnni, rows_screened(true), avxvnni::step_bytes, avxvnni::run_step, avx2::sample_rows, avxvnni::read_all, avxvnni::dot_rounds},
 #endif
-    {"avx2", Isa::kAvx2, avx2::step_bytes, avx2::run_step, avx2::sample_rows, avx2::read_all, avx2::dot_rounds},
+    {"avx2", Isa::kAvx2, rows_screened(false), avx2::step_bytes, avx2::run_step, avx2::sample_rows, avx2::read_all, avx2::dot_rounds},
 };
 
 }  // namespace

@@ -11,6 +11,7 @@ namespace fused {
 struct StepIsa {
   const char* name;
   Isa isa;
+  int64_t rows_screened;
   int64_t (*step_bytes)(const ModelView& model, const StepArgs& args, int num_threads);
   void (*run_step)(const ModelView& model, const StepArgs& args, void* memory, int num_threads);
   void (*sample_rows)(const RowSamplingArgs& args);

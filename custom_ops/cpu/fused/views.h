@@ -16,9 +16,9 @@ constexpr int64_t kPanel = 32;
 constexpr int64_t kBlockK = 32;
 // Rows of activations that one GEMM tile computes together.
 constexpr int64_t kTileRows = 16;
-// More greedy rows read the whole LM head at once.
-constexpr int64_t kRowsScreened = 2;
-static_assert(kRowsScreened <= kTileRows, "the screen's rows are one tile");
+// More greedy rows read the whole LM head at once. The screen's are a tile at most; where there is an instruction for dot products, it
+// gains by what it does not read, and without one by nibbles, whose products cost half of bytes' as well.
+constexpr int64_t rows_screened(bool has_dots) { return has_dots ? 2 : kTileRows; }
 
 enum class Layout : int32_t {
   kFloat32 = 0,  // [panel][k][32] float: for checking

@@ -1,10 +1,17 @@
 #include "workspace.h"
 
+#include "dot.h"
+
 namespace fastengine {
 namespace FE_ISA {
 namespace {
 
 constexpr int64_t kPhasesPerLayer = 12;
+#if defined(FE_HAS_DOTS)
+constexpr int64_t kRowsScreened = rows_screened(true);
+#else
+constexpr int64_t kRowsScreened = rows_screened(false);
+#endif
 
 // Hands out aligned pieces; with base 0 it only measures.
 class Cutter {
