@@ -288,13 +288,16 @@ def checked(command: list[str]) -> None:
 
 # Between this process and the measured one: a child's peak begins with the memory of whoever forked it.
 MEASURING_PARENT = """
-import resource, subprocess, sys
+import resource, signal, subprocess, sys
 try:
-    code = subprocess.run(sys.argv[1:], stderr=subprocess.DEVNULL).returncode
+    result = subprocess.run(sys.argv[1:], stderr=subprocess.PIPE)
 except OSError as error:
     sys.exit(error.strerror)
+if result.returncode < 0:
+    sys.exit(f"ended by {signal.Signals(-result.returncode).name}")
+if result.returncode:
+    sys.exit(result.stderr.decode(errors="replace"))
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
-sys.exit(code and 1)
 """
 
 
@@ -304,7 +307,8 @@ def run_process(command: list[str]) -> tuple[list[str], int]:
     result = subprocess.run([*parent, *command], capture_output=True, text=True, check=False, env=peer_environment())
     lines = result.stdout.splitlines()
     if result.returncode != 0 or not lines:
-        raise PeerUnavailable(f"{Path(command[0]).name} failed: {last_line(result.stdout or result.stderr)}")
+        said = result.stdout if result.returncode == 0 else result.stderr.strip() or result.stdout
+        raise PeerUnavailable(f"{Path(command[0]).name} failed: {last_line(said)}")
     return lines, int(result.stderr) * 1024
 
 

@@ -100,6 +100,20 @@ def test_what_goes_wrong_is_a_reason(command: list[str]) -> None:
             run(command)
 
 
+# What happens on a processor that lacks an instruction, what an import that looks for it says, and nothing at all.
+ILLEGAL_INSTRUCTION = "import os, signal; print('loading', flush=True); os.kill(os.getpid(), signal.SIGILL)"
+REFUSED = "print('loading', flush=True); raise ImportError('needs AVX-512')"
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [(ILLEGAL_INSTRUCTION, "ended by SIGILL"), (REFUSED, "ImportError: needs AVX-512"), ("", "no output")],
+)
+def test_the_reason_is_what_ended_a_process_and_not_what_it_said_before(program: str, reason: str) -> None:
+    with pytest.raises(PeerUnavailable, match=f"failed: {reason}$"):
+        run_process([sys.executable, "-c", program])
+
+
 def test_a_server_that_ends_is_a_reason(llama: LlamaCpp) -> None:
     program = Path(llama.program("llama-server"))
     program.write_text(f"#!{sys.executable}\nraise SystemExit(7)\n")
