@@ -32,7 +32,7 @@ FE_INLINE Vec to_floats(IVec x) { return _mm256_cvtepi32_ps(x); }
 FE_INLINE IVec in_pairs(Vec low, Vec high) {
   return _mm256_blend_epi16(_mm256_cvtps_epi32(low), _mm256_slli_epi32(_mm256_cvtps_epi32(high), 16), 0xaa);
 }
-FE_INLINE void istore_n(int32_t* p, IVec x, int64_t n) { n == kLanes ? istore(p, x) : _mm256_maskstore_epi32(p, lane_mask(n), x); }
+FE_INLINE void istore_n(int32_t* p, IVec x, int64_t n) { vstore_n(reinterpret_cast<float*>(p), _mm256_castsi256_ps(x), n); }
 #endif
 
 #if defined(__AVX512F__)
