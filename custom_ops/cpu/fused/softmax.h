@@ -16,16 +16,15 @@ FE_INLINE Vec polynomial(const float (&p)[kTerms], Vec x) {
   return y;
 }
 
-// 2^x, 0 far below zero; `p` approximates it over [0, 1).
+// 2^x for x below 127, 0 far below zero; `p` approximates it over [0, 1).
 template <int kTerms>
 FE_INLINE Vec exp2_with(const float (&p)[kTerms], Vec x) {
 #if defined(__AVX512F__)
   return _mm512_scalef_ps(polynomial(p, _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)), x);
 #else
-  // In this order a NaN passes through both.
-  const Vec low = vset(-126.0f), clamped = vmin(vset(126.0f), vmax(low, x)), whole = _mm256_floor_ps(clamped);
-  const Vec y = vscale_exp2(polynomial(p, vsub(clamped, whole)), whole);
-  return _mm256_and_ps(y, _mm256_cmp_ps(x, low, _CMP_NLT_UQ));
+  // In this order a NaN passes through. From -127 on 2^whole is 0; its exponent are the last bits of the sum.
+  const Vec clamped = vmax(vset(-127.0f), x), whole = _mm256_floor_ps(clamped), exponent = vadd(whole, vset(kMagic + 127.0f));
+  return vmul(polynomial(p, vsub(clamped, whole)), _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(exponent), 23)));
 #endif
 }
 
