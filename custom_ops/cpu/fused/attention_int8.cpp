@@ -3,8 +3,8 @@
 // Queries are quantized per row. A position's value scale goes into its score (as a power of two), so that
 // a chunk's largest product of weight and value scale is known before the exponentials, which become u8 at
 // once; the sum takes it out again.
+#include "attention_dots.h"
 #include "attention_walk.h"
-#include "dot.h"
 
 namespace fastengine {
 namespace FE_ISA {
@@ -14,6 +14,9 @@ namespace {
 constexpr float kLog2OfLargest = 7.9909553f;
 constexpr float kLeastScale = 1.0e-30f;  // of a value row of zeros
 constexpr int64_t kLargestSum = 1 << 22;  // a sum of products as far from zero as this is exact beside kMagic
+
+// Of vectors of a piece side by side, every second of eight lanes lies in the line of the one before it.
+FE_INLINE constexpr bool begins_line(int v) { return v * kLanes % 16 == 0; }
 
 // Into the second level: the first is small beside a chunk of a long context that others push out again.
 FE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
@@ -25,16 +28,6 @@ FE_INLINE IVec iadd(IVec a, IVec b) { return _mm512_add_epi32(a, b); }
 FE_INLINE IVec isub(IVec a, IVec b) { return _mm512_sub_epi32(a, b); }
 FE_INLINE Vec vabs(Vec x) { return _mm512_abs_ps(x); }
 FE_INLINE void store_bytes(IVec x, int8_t* out) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(x)); }
-
-// Four vectors of integers from 0 to 255, or two.
-FE_INLINE void pack_bytes(const IVec (&x)[4], uint8_t* out) {
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32(x[0], x[1]), _mm512_packus_epi32(x[2], x[3]));
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, bytes));
-}
-FE_INLINE void pack_bytes(const IVec (&x)[2], uint8_t* out) {
-  for (int i = 0; i < 2; ++i) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * i), _mm512_cvtepi32_epi8(x[i]));
-}
 
 // For each of up to 8 rows its 16 lanes, put together by `op`, in the lane of its number; in the same order whatever the row.
 template <int kRows, typename Op>
@@ -55,12 +48,6 @@ FE_INLINE Vec vabs(Vec x) { return vmax(x, vsub(vzero(), x)); }
 FE_INLINE void store_bytes(IVec x, int8_t* out) {
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(words, words));
-}
-
-FE_INLINE void pack_bytes(const IVec (&x)[2], uint8_t* out) {
-  const __m256i words = _mm256_packus_epi32(x[0], x[1]);
-  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(bytes));
 }
 
 // For each of up to 8 rows its 8 lanes, put together by `op`, in the lane of its number; in the same order whatever the row.
@@ -109,14 +96,14 @@ struct Int8Kernel {
   };
 
   int64_t block_size, d;
-  // As FinishedQueries has them, of the task's rows.
-  int8_t* queries;
+  // Of the task's rows, scales and starts as FinishedQueries has them.
+  Query* queries;
   alignas(64) float scales[kTaskRows];
   alignas(64) int32_t starts[kTaskRows];
   // Of the chunk in hand; positions that nobody has written weigh nothing.
   alignas(64) float key_scales[kChunk], key_offsets[kChunk], value_logs[kChunk], value_inverses[kChunk];
 
-  FE_MEMBER Int8Kernel(const AttentionInput& in, void* scratch) : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<int8_t*>(scratch)) {}
+  FE_MEMBER Int8Kernel(const AttentionInput& in, void* scratch) : block_size(in.cache.block_size), d(in.cache.head_dim), queries(static_cast<Query*>(scratch)) {}
 
   FE_MEMBER bool take_finished(const AttentionInput& in, const AttentionTask& task) {
     const FinishedQueries& f = in.finished;
@@ -125,7 +112,7 @@ struct Int8Kernel {
     for (int64_t h = 0; h < heads; ++h) {
       int64_t from = (task.kv_head * heads + h) * f.num_rows + task.first_row;
       for (int64_t row = h; row < task.num_queries * heads; row += heads, ++from) {
-        for (int64_t i = 0; i < d; i += 4 * kLanes) istore(queries + row * d + i, iload(f.values + from * d + i));
+        put_queries(f.values + from * d, d, queries + row * d);
         scales[row] = f.scales[from];
         starts[row] = f.starts[from];
       }
@@ -133,7 +120,15 @@ struct Int8Kernel {
     return true;
   }
 
-  FE_MEMBER void take(const AttentionInput& in, const float* rows, int64_t num_rows) { quantize_queries(rows, num_rows, d, in.scale, queries, scales, starts); }
+  FE_MEMBER void take(const AttentionInput& in, const float* rows, int64_t num_rows) {
+#if defined(FE_HAS_DOTS)
+    quantize_queries(rows, num_rows, d, in.scale, queries, scales, starts);
+#else
+    int8_t* const bytes = reinterpret_cast<int8_t*>(queries + kTaskRows * d);
+    quantize_queries(rows, num_rows, d, in.scale, bytes, scales, starts);
+    put_queries(bytes, num_rows * d, queries);
+#endif
+  }
 
   FE_MEMBER void place(const AttentionInput& in, const Piece& piece, int64_t i, Chunk* out) const {
     const KvLayer& c = in.cache;
@@ -173,21 +168,15 @@ struct Int8Kernel {
       for (int r = 0; r < kRows; ++r) sums[r][v] = iset(starts[request.first + r]);
     }
     const int64_t stride = block_size * 4;
-    const int8_t* query = queries + request.first * d;
+    const Query* query = queries + request.first * d;
     for (int64_t i = 0; i < d; i += 4, query += 4) {
-      IVec key[kVecs];
+      Columns key[kVecs];
       for (int v = 0; v < kVecs; ++v) {
-        key[v] = iload(keys[v]);
+        key[v] = key_columns(iload(keys[v]));
         keys[v] += stride;
-        if (kAsks) prefetch(ahead[v]), ahead[v] += stride;
+        if (kAsks && begins_line(v)) prefetch(ahead[v]), ahead[v] += stride;
       }
-      // Spread once: of 24 products beside each other, one of which takes half a cycle, not each can load a query for itself.
-      for (int r = 0; r < kRows; ++r) {
-        int32_t quad;
-        __builtin_memcpy(&quad, query + r * d, sizeof(quad));
-        const IVec q = iset(quad);
-        for (int v = 0; v < kVecs; ++v) add_dots(sums[r][v], key[v], q);
-      }
+      for (int r = 0; r < kRows; ++r) add_quad(sums[r], key, query + r * d);
     }
     const auto scale_all = [&](bool masked) __attribute__((always_inline)) {
 #pragma GCC unroll 6
@@ -213,7 +202,7 @@ struct Int8Kernel {
   FE_MEMBER void score(const Chunk& chunk, const Chunk& next, int64_t position, const GroupRequest& request, Vec* most, float* scores) const {
     // Neither where blocks are short nor where the last piece stands for one behind it, which nobody has asked for.
     const int64_t last = position + (kVecs - 1) * kLanes;
-    const bool whole = chunk.keys[last / 16] + last % 16 * 4 == chunk.keys[position / 16] + position % 16 * 4 + (kVecs - 1) * kLanes * 4;
+    const bool whole = kVecs * kLanes <= 16 || chunk.keys[last / 16] + last % 16 * 4 == chunk.keys[position / 16] + position % 16 * 4 + (kVecs - 1) * kLanes * 4;
     if (request.asks_ahead) {
       whole ? score<kRows, kVecs, true, true>(chunk, next, position, request, most, scores) : score<kRows, kVecs, false, true>(chunk, next, position, request, most, scores);
     } else {
@@ -231,7 +220,7 @@ struct Int8Kernel {
   // Turns kVecs vectors of scores into u8 weights: what the rounded sum of a lane's weights grows by. The many small weights
   // of a long context would all become nothing if each was rounded by itself.
   template <int kVecs>
-  FE_MEMBER void weigh(const float* scores, Vec level, const float* inverses, Weighing* so_far, uint8_t* weights) const {
+  FE_MEMBER void weigh(const float* scores, Vec level, const float* inverses, Weighing* so_far, Weight* weights) const {
     IVec bytes[kVecs];
     for (int v = 0; v < kVecs; ++v) {
       const Vec exact = exp2_coarse(vsub(vload(scores + v * kLanes), level));
@@ -241,32 +230,27 @@ struct Int8Kernel {
       bytes[v] = isub(rounded, so_far->rounded);
       so_far->rounded = rounded;
     }
-    pack_bytes(bytes, weights);
+    put_weights(bytes, weights);
   }
 
   // Weighted values of kVecs vectors of features from `feature` on.
   template <int kRows, int kVecs, bool kAsks>
-  FE_MEMBER void add_values(const Chunk& chunk, const Chunk& next, int64_t feature, const uint8_t* weights, int64_t pieces, const GroupTarget& target,
+  FE_MEMBER void add_values(const Chunk& chunk, const Chunk& next, int64_t feature, const Weight* weights, int64_t pieces, const GroupTarget& target,
                             const RowFactors& factors) const {
     IVec sums[kRows][kVecs];
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVecs; ++v) sums[r][v] = iset(kMagicBits);
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = iset(kFirstSum);
     }
     const int64_t stride = d * 4;
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const int8_t *values = chunk.values[piece] + feature * 4, *ahead = next.values[piece] + feature * 4;
       for (int i = 0; i < 4; ++i, values += stride, ahead += stride, weights += 4) {
-        IVec value[kVecs];
+        Columns value[kVecs];
         for (int v = 0; v < kVecs; ++v) {
-          value[v] = iload(values + v * kLanes * 4);
-          if (kAsks) prefetch(ahead + v * kLanes * 4);
+          value[v] = value_columns(iload(values + v * kLanes * 4));
+          if (kAsks && begins_line(v)) prefetch(ahead + v * kLanes * 4);
         }
-        for (int r = 0; r < kRows; ++r) {
-          int32_t quad;
-          __builtin_memcpy(&quad, weights + r * kChunk, sizeof(quad));
-          const IVec p = iset(quad);
-          for (int v = 0; v < kVecs; ++v) add_dots(sums[r][v], p, value[v]);
-        }
+        for (int r = 0; r < kRows; ++r) add_quad(sums[r], value, weights + r * kChunk + (place_of_quad(i) - 4 * i));
       }
     }
     float* const out = target.out + feature;
@@ -275,7 +259,7 @@ struct Int8Kernel {
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) {
-          const Vec scaled = vfma(bits_as_floats(sums[r][v]), vset(factors.added[r]), vset(factors.offset[r]));
+          const Vec scaled = vfma(bits_as_floats(value_sum(sums[r][v])), vset(factors.added[r]), vset(factors.offset[r]));
           float* const to = out + r * d + v * kLanes;
           vstore(to, folds ? vfma(vload(to), vset(factors.kept[r]), scaled) : scaled);
         }
@@ -285,7 +269,7 @@ struct Int8Kernel {
   }
 
   template <int kRows, bool kAsks>
-  FE_MEMBER void add_values(const Chunk& chunk, const Chunk& next, const uint8_t* weights, int64_t pieces, const GroupTarget& target, const RowFactors& factors) const {
+  FE_MEMBER void add_values(const Chunk& chunk, const Chunk& next, const Weight* weights, int64_t pieces, const GroupTarget& target, const RowFactors& factors) const {
     int64_t f = 0;
     for (; f + kAtOnce * kLanes <= d; f += kAtOnce * kLanes) add_values<kRows, kAtOnce, kAsks>(chunk, next, f, weights, pieces, target, factors);
     for (; f + 2 * kLanes <= d; f += 2 * kLanes) add_values<kRows, 2, kAsks>(chunk, next, f, weights, pieces, target, factors);
@@ -296,7 +280,7 @@ struct Int8Kernel {
   __attribute__((noinline)) void group(const Chunk& chunk, const Chunk& next, const GroupRequest& request, const GroupTarget& target) const {
     constexpr int64_t kStep = kAtOnce * kLanes;
     alignas(64) float scores[kRows * kChunk], levels[kLanes];
-    alignas(64) uint8_t weights[kRows * kChunk];
+    alignas(64) Weight weights[kRows * kChunk];
     const int64_t most_visible = request.counts[kRows - 1], padded = ceil_div(most_visible, kLeast) * kLeast;
     Vec most[kRows], totals[kRows];
     for (int r = 0; r < kRows; ++r) most[r] = vset(kLowest);

@@ -117,3 +117,41 @@ def test_values_of_zero_and_of_different_size(isa: str, kv_type: KvType) -> None
     assert np.isfinite(got).all()
     assert relative_error(got, model.logits(tokens)) < 2 * TOLERANCE[kv_type]
     model.fused.close()
+
+
+@pytest.mark.parametrize("keys", ["alike", "apart"])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+def test_values_that_are_alike_come_out_as_they_are(isa: str, head_dim: int, num_tokens: int, keys: str) -> None:
+    """Whatever the weights, of a decode and of a prompt, and with the largest products and sums that there can be."""
+    model = TinyModel(Layout.FLOAT32, isa, num_layers=1, num_heads=6, num_kv_heads=2, head_dim=head_dim)
+    rng = np.random.default_rng(12)
+    block_size, length = 32, 300
+    cache, blocks = cache_and_blocks(model, KvType.INT8, block_size, length, seed=12)
+    cache.pools[0].view(np.uint8)[:] = 255 if keys == "alike" else rng.choice([1, 255], cache.pools[0].shape)
+    signs = rng.choice([-1, 1], (1, 2, 1, head_dim, 1))
+    cache.pools[1].view(np.int8).reshape(-1, 2, block_size // 4, head_dim, 4)[:] = 127 * signs
+    cache.scales[0][:], cache.scales[1][:] = 0.003, 1 / 127
+    tokens = rng.integers(0, 300, num_tokens).astype(np.int32)
+
+    def logits(start: int) -> np.ndarray:
+        end = start + num_tokens
+        out = np.empty((num_tokens, model.shape.vocab), np.float32)
+        model.fused.step(
+            tokens,
+            np.arange(start, end, dtype=np.int32),
+            np.full(num_tokens, -1, np.int32),  # what the cache holds of them stays
+            np.array([0, num_tokens], np.int32),
+            np.array([end], np.int32),
+            np.array([blocks], np.int32),
+            np.arange(num_tokens, dtype=np.int32),
+            cache.fused,
+            logits=out,
+        )
+        return out
+
+    first = logits(0)
+    assert np.isfinite(first).all()
+    for start in (1, 15, 127, 128, length - num_tokens):
+        assert relative_error(logits(start), first) < 0.01
+    model.fused.close()
