@@ -60,18 +60,13 @@ FE_INLINE Vec halves(const uint8_t* p) {
 #endif
 }
 
-// sums += weights (u8) . values (s8), exact. Inline assembly where the instruction exists: compilers
-// copy accumulators around the intrinsic and spill.
+#if defined(FE_HAS_DOTS)
+// sums += weights (u8) . values (s8), exact. Inline assembly, as compilers copy accumulators around the intrinsic and spill.
 FE_INLINE void add_dots(IVec& sums, IVec weights, IVec values) {
 #if defined(__AVX512VNNI__)
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(values));
-#elif defined(__AVXVNNI__)
-  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(values));
 #else
-  // _mm256_maddubs_epi16 saturates with full-range bytes; widen to 16 bits instead.
-  const IVec even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(values, 8), 8));
-  const IVec odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(values, 8));
-  sums = _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(values));
 #endif
 }
 
@@ -86,8 +81,7 @@ FE_INLINE void add_dots_of(IVec (&sums)[kVecs], const IVec (&weights)[kVecs], co
   for (int u = 0; u < kVecs; ++u) add_dots(sums[u], weights[u], spread);
 #endif
 }
-
-#if !defined(FE_HAS_DOTS)
+#else
 // Sums of 16 bits += weights (u8) . values (s8), two products each. Weights of four bits and 32 k's of a column fit: 15 * 127 * 2
 // in each of 8 quads. A product and its sum are kept together: GCC makes all products first, and has no registers for them.
 FE_INLINE void add_short_dots(IVec& sums, IVec weights, IVec values) {
