@@ -27,8 +27,8 @@ float half_value(const uint8_t* p) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// gate / (1 + e^-gate) to about float's precision. The power is 2 to a whole number times 2 to the rest, whose polynomial is off
-// by 8e-8 (AVX2: 9e-8); it stops at 2^126, which the reciprocal's estimate, refined once, still has.
+// gate / (1 + e^-gate) to about float's precision. The power is 2 to a whole number times 2 to the rest, whose
+// polynomial is off by 8e-8; it stops at 2^126, which the reciprocal's estimate, refined once, still has.
 FE_INLINE Vec silu(Vec gate) {
 #if defined(__AVX512F__)
   const Vec exponent = _mm512_min_ps(vset(126.0f), vmul(gate, vset(-kLog2E)));
@@ -42,16 +42,7 @@ FE_INLINE Vec silu(Vec gate) {
   const Vec estimate = _mm512_rcp14_ps(divisor);
   return vmul(gate, vmul(estimate, _mm512_fnmadd_ps(divisor, estimate, vset(2.0f))));
 #else
-  // The whole number, of up to 126, are kMagic's last bits, which go into the exponent; the rest is between -0.5 and 0.5.
-  const Vec bounded = vmin(vmax(gate, vset(-87.0f)), vset(87.0f)), shifted = vfma(bounded, vset(-kLog2E), vset(kMagic));
-  const Vec rest = _mm256_fmsub_ps(bounded, vset(-kLog2E), vsub(shifted, vset(kMagic)));
-  Vec power = vfma(vset(1.326471509e-3f), rest, vset(9.671512771e-3f));
-  power = vfma(power, rest, vset(5.550733773e-2f));
-  power = vfma(power, rest, vset(0.2402224208f));
-  power = vfma(power, rest, vset(0.6931469776f));
-  power = vfma(power, rest, vset(1.0f));
-  const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(power), _mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
-  return vdiv(gate, vadd(vset(1.0f), _mm256_castsi256_ps(scaled)));
+  return vdiv(gate, vadd(vset(1.0f), vexp(vsub(vzero(), gate))));
 #endif
 }
 
