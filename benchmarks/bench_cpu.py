@@ -269,7 +269,7 @@ def print_table(cases: list[Case], rounds: list[Round], bench: Bench) -> None:
     """
     for one in rounds:
         machine = one.machine
-        print(f"{bench.isa}: reads the weights at {machine.bytes_per_s / 1e9:.1f} GB/s, int8 peak {machine.operations_per_s / 1e9:.0f} Gop/s")
+        print(f"{bench.isa}: reads the weights at {machine.bytes_per_s / 1e9:.1f} GB/s, integer peak {machine.operations_per_s / 1e9:.0f} Gop/s")
     print(f"{'case':18} {'tok/s':>8} {'best':>8} {'MB read':>8} {'Gop':>7} {'roofline':>9} {'reached':>8}  {'limit':10} {'next':>7} {'run':>4}")
     for case in cases:
         work = bench.work(case)

@@ -26,6 +26,7 @@ from benchmarks.cpu_peer_cases import REPEATS
 from benchmarks.local_server import STOP_TIMEOUT_S, free_port
 
 HERE = Path(__file__).resolve().parent
+LONGEST_S = 3600  # that an installation or a peer's cases may take
 ENVIRONMENTS = Path.home() / ".cache" / "fastengine" / "peers"
 SERVER_START_TIMEOUT_S = 300.0
 SERVED_LENGTH = 512  # tokens of prompt and answer that a peer's server has room for, per stream
@@ -282,7 +283,9 @@ def make_environment(folder: Path, packages: tuple[str, ...], unwanted: tuple[st
 def checked(command: list[str]) -> None:
     """Raises PeerUnavailable with the end of what ``command`` said."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_S)
+    except subprocess.TimeoutExpired:
+        raise PeerUnavailable(f"{Path(command[0]).name} has not ended in {LONGEST_S} s") from None
     except OSError as error:
         raise PeerUnavailable(f"{Path(command[0]).name}: {error.strerror}") from None
     if result.returncode != 0:
@@ -293,7 +296,9 @@ def checked(command: list[str]) -> None:
 MEASURING_PARENT = """
 import resource, signal, subprocess, sys
 try:
-    result = subprocess.run(sys.argv[1:], stderr=subprocess.PIPE)
+    result = subprocess.run(sys.argv[2:], stderr=subprocess.PIPE, timeout=float(sys.argv[1]))
+except subprocess.TimeoutExpired:
+    sys.exit(f"it has not ended in {sys.argv[1]} s")
 except OSError as error:
     sys.exit(error.strerror)
 if result.returncode < 0:
@@ -306,7 +311,7 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
 
 def run_process(command: list[str]) -> tuple[list[str], int]:
     """The lines that ``command`` prints, and the most memory its process held, in bytes. Raises PeerUnavailable."""
-    parent = [sys.executable, "-S", "-c", MEASURING_PARENT]
+    parent = [sys.executable, "-S", "-c", MEASURING_PARENT, str(LONGEST_S)]
     result = subprocess.run([*parent, *command], capture_output=True, text=True, check=False, env=peer_environment())
     lines = result.stdout.splitlines()
     if result.returncode != 0 or not lines:

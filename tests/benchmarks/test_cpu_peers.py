@@ -114,6 +114,14 @@ def test_the_reason_is_what_ended_a_process_and_not_what_it_said_before(program:
         run_process([sys.executable, "-c", program])
 
 
+def test_a_peer_that_does_not_end_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_peers, "LONGEST_S", 1)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    for run in (run_process, cpu_peers.checked):
+        with pytest.raises(PeerUnavailable, match="has not ended in 1 s"):
+            run(sleeper)
+
+
 def test_a_server_that_ends_is_a_reason(llama: LlamaCpp) -> None:
     program = Path(llama.program("llama-server"))
     program.write_text(f"#!{sys.executable}\nraise SystemExit(7)\n")

@@ -79,19 +79,6 @@ def test_a_row_is_bit_identical_in_any_batch(isa: str, layout: Layout, kv_type: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_chunks_of_every_size_are_bit_identical(isa: str, layout: Layout) -> None:
-    """Of one row to two tiles and more: each number of rows that a kernel computes together."""
-    model = TinyModel(layout, isa, num_layers=2)
-    tokens = np.random.default_rng(8).integers(0, 300, 37)
-    whole = step(model.fused, TinyCache(KvType.INT8, model.shape), [Row(tokens, 0, blocks_for(37, 0))])
-    for size in range(1, 35):
-        cache = TinyCache(KvType.INT8, model.shape)
-        parts = [step(model.fused, cache, [Row(tokens[at : at + size], at, blocks_for(37, 0))]) for at in range(0, 37, size)]
-        np.testing.assert_array_equal(np.concatenate(parts), whole, err_msg=f"chunks of {size}")
-    model.fused.close()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("length", [127, 250])
 def test_a_prompt_is_bit_identical_however_threads_share_it(isa: str, layout: Layout, length: int) -> None:
     """Threads have panels of their own, or rows, in one part or several."""
