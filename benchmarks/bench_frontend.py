@@ -42,6 +42,7 @@ from fastengine.entrypoints.openai.request_types import ChatCompletionRequest
 from fastengine.frontend.request_manager import SequenceUpdate
 from fastengine.frontend.text_service import ModelText, TextService, load_model_text
 from fastengine.frontend.text_stream import SequenceText, TextUpdate
+from fastengine.ipc.process import tied_to_parent
 from fastengine.text.fast_tokenizer import FastTokenizer
 from fastengine.text.output_text import OutputText
 
@@ -167,7 +168,8 @@ def export_tokenizer(text: ModelText, directory: Path) -> None:
 @contextlib.contextmanager
 def vllm_server(python: str, directory: Path, ids_file: Path) -> Iterator[StubServer]:
     port = free_port()
-    process = subprocess.Popen([python, str(HERE / "vllm_frontend.py"), str(directory), str(ids_file), str(port), "2"])
+    command = [python, str(HERE / "vllm_frontend.py"), str(directory), str(ids_file), str(port), "2"]
+    process = subprocess.Popen(tied_to_parent(command))
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + PEER_START_S

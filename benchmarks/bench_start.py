@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.local_server import STOP_TIMEOUT_S, free_port
+from fastengine.ipc.process import tied_to_parent
 
 RETRY_S = 0.01
 BODY = json.dumps({"messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 4, "temperature": 0, "stream": True})
@@ -47,7 +48,8 @@ def seconds_to_first_token(flags: list[str], timeout_s: float) -> float:
     """Start a server, wait for a token, end it. Raises RuntimeError when the server ends or is too slow."""
     port = free_port()
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "fastengine.entrypoints.api_server", "--port", str(port), *flags], stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "fastengine.entrypoints.api_server", "--port", str(port), *flags]
+    process = subprocess.Popen(tied_to_parent(command), stdout=subprocess.DEVNULL)
     try:
         while time.perf_counter() - started < timeout_s:
             if process.poll() is not None:

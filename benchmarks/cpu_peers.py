@@ -24,6 +24,7 @@ from typing import Protocol
 
 from benchmarks.cpu_peer_cases import REPEATS
 from benchmarks.local_server import STOP_TIMEOUT_S, free_port
+from fastengine.ipc.process import tied_to_parent
 
 HERE = Path(__file__).resolve().parent
 LONGEST_S = 3600  # that an installation or a peer's cases may take
@@ -336,7 +337,7 @@ def peer_server(peer: Peer, model: str, threads: int, streams: int) -> Iterator[
     command = peer.server_command(model, threads, port, streams)
     if command is None:
         raise PeerUnavailable("it has no server of its own")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=peer_environment())
+    process = subprocess.Popen(tied_to_parent(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=peer_environment())
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_answering(process, url)

@@ -20,6 +20,7 @@ import zmq
 
 from fastengine.config import EngineConfig
 from fastengine.ipc import channels
+from fastengine.ipc.process import tied_to_parent
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.protocol.outputs import EngineStatus, OutputBatch, TokenOutput
 from fastengine.protocol.requests import AbortRequest, ClientHello, GenerateRequest, IntakeMessage
@@ -127,7 +128,7 @@ def stub_server(model: str, token_ids: Sequence[int]) -> Iterator[StubServer]:
         engine = StubEngine(runtime, token_ids, 0.0)
         engine.start()
         command = [sys.executable, "-m", "fastengine.frontend", "--runtime-dir", str(runtime.path), "--client-index", "0"]
-        process = subprocess.Popen([*command, "--socket-fd", str(listener.fileno())], pass_fds=[listener.fileno()])
+        process = subprocess.Popen(tied_to_parent([*command, "--socket-fd", str(listener.fileno())]), pass_fds=[listener.fileno()])
         try:
             yield StubServer(f"http://127.0.0.1:{listener.getsockname()[1]}", process.pid, engine)
         finally:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastengine.ipc.process import tied_to_parent
+
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -105,7 +107,7 @@ def local_server(model: str, flags: list[str]) -> Iterator[LocalServer]:
     """Start a server on a free port, wait until it is ready, and end it. Raises RuntimeError when it does not start."""
     port = free_port()
     command = [sys.executable, "-m", "fastengine.entrypoints.api_server", "--model", model, "--port", str(port), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(tied_to_parent(command), stdout=subprocess.DEVNULL)
     server = LocalServer(f"http://127.0.0.1:{port}", process)
     try:
         _wait_ready(server)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import httpx
 
+from fastengine.ipc.process import tied_to_parent
+
 START_TIMEOUT_S = 90.0
 
 
@@ -111,7 +113,7 @@ def running_server(model: Path | str, *flags: str, ready: bool = True) -> Iterat
     log = Path(tempfile.mkstemp(prefix="fe-server-", suffix=".log")[1])
     command = [sys.executable, "-m", "fastengine.entrypoints.api_server", "--model", str(model), "--port", str(port), *flags]
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        process = subprocess.Popen(tied_to_parent(command), stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     server = Server(process, f"http://127.0.0.1:{port}", log)
     tree: dict[int, str] = {}
     try:

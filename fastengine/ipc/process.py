@@ -28,6 +28,14 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
         sys.exit(f"parent process {parent_pid} is gone")
 
 
+def tied_to_parent(command: list[str], signum: int = signal.SIGTERM) -> list[str]:
+    """``command`` for a child that knows nothing of its parent, and is sent ``signum`` when that ends, however it ends.
+
+    As with :func:`die_with_parent`, the thread that starts it must live as long as its process. Needs util-linux 2.33.
+    """
+    return ["setpriv", "--pdeathsig", signal.Signals(signum).name.removeprefix("SIG"), *command]
+
+
 def is_alive(pid: int) -> bool:
     """Whether there is a process ``pid``, somebody else's included."""
     try:

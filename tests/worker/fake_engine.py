@@ -14,6 +14,7 @@ import msgspec
 
 import fastengine.worker
 from fastengine.config import EngineConfig
+from fastengine.ipc.process import tied_to_parent
 from fastengine.ipc.runtime_dir import RuntimeDir
 from fastengine.ipc.worker_link import EngineBell, EngineEnd
 from fastengine.protocol.steps import FromWorker, StepPlan, StepResult, WorkerCommand, WorkerFailure, WorkerReady, WorkerReply
@@ -60,7 +61,7 @@ class FakeEngine:
             command = [sys.executable, *launch, *script]
             environment = dict(os.environ)
         with open(self.log_dir / "console", "wb") as console:
-            return subprocess.Popen(command, env=environment, stdout=console, stderr=subprocess.STDOUT, start_new_session=True)
+            return subprocess.Popen(tied_to_parent(command), env=environment, stdout=console, stderr=subprocess.STDOUT, start_new_session=True)
 
     def __enter__(self) -> FakeEngine:
         return self
