@@ -14,22 +14,31 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import llguidance
 import numpy as np
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from fastengine.protocol.requests import GrammarSpec
 from fastengine.text.tokenizer import Tokenizer
 
 # It travels with the request, beside its other sampling settings.
 MAX_SOURCE_BYTES = 960 << 10
+# GBNF is rewritten as Lark by Python, in a time that grows with the square of its rules: seconds for this much.
+MAX_GBNF_BYTES = 64 << 10
+# llguidance compiles by recursion, 2 to 10 KB a rule or definition that leads to the next: a source of MAX_SOURCE_BYTES can
+# hold so many that an ordinary stack of 8 MiB is not enough, and the whole process ends. Pages are taken as they are touched.
+COMPILE_STACK_BYTES = 1 << 30
 MAX_CACHED_GRAMMARS = 64
 # Unbounded white space between JSON tokens lets a weak model emit nothing else for ever.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
 # A control character that no tokenizer joins with others.
 MARK = b"\x02"
+_stack_size_lock = threading.Lock()
+_T = TypeVar("_T")
 
 
 class GrammarError(ValueError):
@@ -77,15 +86,19 @@ class GrammarCompiler:
             if found is not None:
                 self._compiled.move_to_end(spec)
                 return found
+        matcher = on_deep_stack(lambda: self._compile(spec))
+        with self._lock:
+            self._compiled[spec] = matcher
+            if len(self._compiled) > self._max_remembered:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _compile(self, spec: GrammarSpec) -> llguidance.LLMatcher:
         grammar = to_llguidance(spec, self._tokenizer)
         matcher = llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise GrammarError(f"{spec.kind}: {_message(matcher.get_error())}")
         self._check_first_token(spec, matcher.deep_copy())
-        with self._lock:
-            self._compiled[spec] = matcher
-            if len(self._compiled) > self._max_remembered:
-                self._compiled.popitem(last=False)
         return matcher
 
     def _check_first_token(self, spec: GrammarSpec, matcher: llguidance.LLMatcher) -> None:
@@ -164,6 +177,27 @@ def _executor() -> llguidance.LLExecutor:
     return llguidance.LLExecutor()
 
 
+def on_deep_stack(function: Callable[[], _T]) -> _T:
+    """What ``function`` returns or raises in a thread with a stack of COMPILE_STACK_BYTES, which ends with it."""
+    result: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="compile grammar", daemon=True)
+    with _stack_size_lock:
+        before = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return result.result()
+
+
 class _Vocabulary:
     """What llguidance asks of a tokenizer."""
 
@@ -211,8 +245,8 @@ class _Vocabulary:
 
 
 def _message(error: str) -> str:
-    """The library's message without the dump of its state; a bare name of a state is explained."""
-    text = error.split("\n<state>", 1)[0][:1000]
+    """The library's message without the dumps of its state and stack; a bare name of a state is explained."""
+    text = error.split("\n<state>", 1)[0].split("\n<backtrace>", 1)[0][:1000]
     return "no text fits, as where a rule leads only to itself" if text.isidentifier() else text
 
 
@@ -226,7 +260,7 @@ def to_llguidance(spec: GrammarSpec, tokenizer: Tokenizer) -> str:
         "json_object": lambda: _json_schema('{"type": "object"}'),
         "regex": lambda: llguidance.LLMatcher.grammar_from_regex(spec.source),
         "choice": lambda: _choice(spec.source),
-        "lark": lambda: llguidance.grammar_from("grammar", spec.source),
+        "lark": lambda: _lark(spec.source, num_bytes),
         "structural_tag": lambda: _structural_tag(spec.source, tokenizer),
     }
     if spec.kind not in kinds:
@@ -244,6 +278,12 @@ def _json_schema(source: str) -> str:
     if not isinstance(schema, dict | bool):
         raise GrammarError("json_schema: must be a JSON object")
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
+
+
+def _lark(source: str, num_bytes: int) -> str:
+    if num_bytes > MAX_GBNF_BYTES and not is_lark_syntax(source):
+        raise GrammarError(f"lark: {num_bytes} bytes long; {MAX_GBNF_BYTES} are allowed of GBNF (what has no rule 'start:' is taken for it)")
+    return llguidance.grammar_from("grammar", source)
 
 
 def _choice(source: str) -> str:

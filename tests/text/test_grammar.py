@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastengine.protocol.requests import GrammarSpec
-from fastengine.text.grammar import GrammarCompiler, GrammarError, GrammarMatcher, _Vocabulary, fill_bitmask
+from fastengine.text.grammar import GrammarCompiler, GrammarError, GrammarMatcher, _message, _Vocabulary, fill_bitmask
 from fastengine.text.tokenizer import Tokenizer
 from tests.frontend.harness import ByteTokenizer
 
@@ -213,3 +213,30 @@ def test_thousands_of_choices_are_followed_to_the_end() -> None:
 def test_a_grammar_that_leads_only_to_itself_is_refused_in_words(kind: str, source: str) -> None:
     with pytest.raises(GrammarError, match="no text fits, as where a rule leads only to itself"):
         GrammarCompiler(ByteTokenizer()).check(GrammarSpec(kind, source))
+
+
+@pytest.mark.parametrize("kind", ["rules", "terminals", "definitions"])
+def test_a_long_way_from_rule_to_rule_ends_no_process(kind: str) -> None:
+    """llguidance follows references by recursion: as many as a source can hold must neither overflow a stack nor harm who uses the result."""
+    if kind == "definitions":
+        chain = {f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(3_000)}
+        grammar = spec("json_schema", {"$ref": "#/$defs/d0", "$defs": {**chain, "d3000": {"type": "null"}}})
+    else:
+        name = "R" if kind == "terminals" else "r"
+        rules = [f"{name}{i}:{name}{i + 1}" for i in range(65_000)]
+        grammar = spec("lark", f"start:{name}0\n" + "\n".join(rules) + f'\n{name}65000:"c" "d"')
+    compiler = GrammarCompiler(ByteTokenizer())
+    matcher = compiler.matcher(grammar)
+    row = np.zeros((1, compiler.num_mask_words), np.int32)
+    fill_bitmask([(matcher, 0)], row)
+    matcher.consume(ord("{" if kind == "definitions" else "c"))
+
+
+def test_a_panic_of_the_library_is_told_without_its_stack() -> None:
+    assert _message("panic: assertion failed\n<backtrace>\n  0: core::panicking\n</backtrace>") == "panic: assertion failed"
+
+
+def test_what_its_conversion_would_take_minutes_for_is_refused() -> None:
+    source = "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(20_000)) + '\nr20000 ::= "c"'
+    with pytest.raises(GrammarError, match="are allowed of GBNF"):
+        GrammarCompiler(ByteTokenizer()).check(spec("lark", source))
