@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 # Messages taken per wake before other callbacks of the loop get their turn.
 MESSAGES_PER_WAKE = 64
 READABLE = int(zmq.POLLIN)
+# Messages that may wait here for room in the engine's socket before requests are refused. One request may have as many
+# sequences as the socket has places: it is taken whole, and those beside it are taken as well.
+MAX_UNSENT = channels.SEND_HWM
 # How long closing may take to get the last aborts to the engine.
 CLOSE_LINGER_MS = 200
 GRAMMAR_TIMEOUT_S = 60.0
@@ -51,7 +54,7 @@ class EngineClient:
         self.status = EngineStatus(state="starting", message="waiting for the engine process")
         self.runtime_dir = runtime_dir
         self._pending: dict[str, asyncio.Future[ControlResponse]] = {}
-        self._unsent_aborts: deque[AbortRequest] = deque()
+        self._unsent: deque[bytes] = deque()
 
     def start(self, *, on_outputs: Callable[[OutputBatch], None], on_status: Callable[[EngineStatus, EngineStatus], None]) -> None:
         """Open the sockets and greet the engine. ``on_status`` gets (before, now)."""
@@ -70,7 +73,7 @@ class EngineClient:
     def close(self) -> None:
         """Leave the loop and close the sockets; commands that still wait are cancelled."""
         self._loop.remove_reader(self._incoming.fileno())
-        if self._unsent_aborts:
+        if self._unsent:
             self._loop.remove_reader(self._intake.fileno())
         for future in self._pending.values():
             future.cancel()
@@ -81,23 +84,20 @@ class EngineClient:
     # -- to the engine ------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[GenerateRequest]) -> None:
-        """Send them in order. Raises ApiError 503 when the engine's socket takes no more."""
-        try:
-            for request in requests:
-                self._send(request)
-        except zmq.Again:
-            raise engine_unavailable("the engine does not take requests at the moment") from None
+        """Send them in order, all or none. Raises ApiError 503 when the engine has not taken what was sent before."""
+        if len(self._unsent) > MAX_UNSENT:
+            raise engine_unavailable("the engine does not take requests at the moment", retry_after_s=1)
+        for request in requests:
+            self._post(request)
 
     def abort(self, handles: list[int], reason: Literal["abort", "stop"] = "abort") -> None:
-        """Stop these sequences. Never lost: what the socket does not take now goes when it does.
+        """Stop these sequences. Never refused: what the socket does not take now goes when it does.
 
         After :meth:`close` it does nothing: the engine outlives no client for long.
         """
         if self._context.closed:
             return
-        self._unsent_aborts.append(AbortRequest(self.client_index, handles, reason))
-        if len(self._unsent_aborts) == 1:
-            self._flush_aborts()
+        self._post(AbortRequest(self.client_index, handles, reason))
 
     def fail_commands(self, error: ApiError) -> int:
         """Have every command that waits for an answer raise ``error``; how many there were."""
@@ -146,11 +146,17 @@ class EngineClient:
         except zmq.Again:
             logger.error("the engine's socket is full: the greeting is lost")
 
-    def _flush_aborts(self) -> None:
+    def _post(self, message: IntakeMessage) -> None:
+        """Send it behind all that was sent before, now or once the socket has room."""
+        self._unsent.append(channels.ENCODER.encode(message))
+        if len(self._unsent) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
         try:
-            while self._unsent_aborts:
-                self._send(self._unsent_aborts[0])
-                self._unsent_aborts.popleft()
+            while self._unsent:
+                self._intake.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
         except zmq.Again:
             self._loop.add_reader(self._intake.fileno(), self._intake_changed)
             # The edge may have passed between the failed send and the watch.
@@ -159,7 +165,7 @@ class EngineClient:
     def _intake_changed(self) -> None:
         if int(self._intake.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
             self._loop.remove_reader(self._intake.fileno())
-            self._flush_aborts()
+            self._flush()
 
     # -- from the engine ----------------------------------------------------------------------
 

@@ -287,7 +287,7 @@ class RequestManager:
         if status.state == "failed":
             raise engine_unavailable(f"the engine has failed: {status.message}", retry_after_s=10)
         if status.state == "starting":
-            raise engine_unavailable(f"the engine is starting: {status.message}", retry_after_s=2)
+            raise engine_unavailable(f"the engine is starting: {status.message or 'its process has just begun'}", retry_after_s=2)
         if status.state == "stopping":
             raise engine_unavailable("the engine is shutting down", retry_after_s=10)
         if self._can_not_be_resumed(status):

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 import zmq
 
-from fastengine.frontend.engine_client import MESSAGES_PER_WAKE, EngineClient
+from fastengine.entrypoints.openai.generation import MAX_SEQUENCES
+from fastengine.frontend.engine_client import MAX_UNSENT, MESSAGES_PER_WAKE, EngineClient
 from fastengine.frontend.errors import ApiError
 from fastengine.ipc import channels
 from fastengine.ipc.runtime_dir import RuntimeDir
@@ -127,25 +128,26 @@ def test_a_failed_engine_ends_commands_at_once_and_is_greeted_again():
     with_client(test)
 
 
-def test_a_full_socket_refuses_requests_and_keeps_aborts_until_there_is_room():
-    """No engine reads: the socket fills, requests get 503; when one reads at last, the aborts come."""
+def test_requests_wait_for_room_up_to_a_bound_and_aborts_past_it():
+    """No engine reads: socket and queue fill, requests get 503; when one reads at last, all that was taken comes in order."""
 
     async def test(client, runtime):
-        sent = 0
+        # The most that one request may bring is taken whole, and others beside it.
+        client.submit([request(i) for i in range(MAX_SEQUENCES)])
+        sent = MAX_SEQUENCES
 
         def fill() -> None:
             nonlocal sent
-            while sent < 2 * channels.SEND_HWM:
+            while sent < 4 * MAX_UNSENT:
                 client.submit([request(sent)])
                 sent += 1
 
         with pytest.raises(ApiError) as refused:
             fill()
         assert refused.value.status == 503
-        assert sent <= channels.SEND_HWM
+        assert MAX_SEQUENCES < sent <= channels.SEND_HWM + MAX_UNSENT + 1
         client.abort([1, 2])
         client.abort([3], "stop")
-        assert len(client._unsent_aborts) == 2
         context = zmq.Context()
         reader = channels.pull_socket(context, runtime.ipc_address(channels.INTAKE))
         messages: list[IntakeMessage] = []
@@ -158,7 +160,8 @@ def test_a_full_socket_refuses_requests_and_keeps_aborts_until_there_is_room():
         await until(read)
         assert messages[-2:] == [AbortRequest(0, [1, 2], "abort"), AbortRequest(0, [3], "stop")]
         assert len(messages) == sent + 3
-        assert not client._unsent_aborts
+        assert [message.handle for message in messages if isinstance(message, GenerateRequest)] == list(range(sent))
+        assert not client._unsent
         reader.close()
         context.term()
 
