@@ -212,61 +212,76 @@ class LLM:
     def _run(self, requests: list[RequestOutput], params: list[SamplingParams], n: int, use_tqdm: bool) -> list[RequestOutput]:
         for sampling in params:
             check_sampling(sampling, self.tokenizer.vocab_size)
+        for request in requests:
+            _check_token_ids(request.prompt_token_ids, self.tokenizer.vocab_size)
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
         if not self._finalizer.alive:
             raise EngineDied("this LLM is closed")
         with self._turn:
             live: dict[int, _Sequence] = {}
             try:
-                for request, sampling in zip(requests, params, strict=True):
-                    self._submit(request, sampling, n, live)
-                self._collect(live, use_tqdm)
+                self._collect(self._sequences(requests, params, n), len(requests) * n, live, use_tqdm)
             finally:
                 if live:  # leaving early: nothing of this call may go on
                     self._send(self._connection.intake, AbortRequest(CLIENT_INDEX, list(live)))
         return requests
 
-    def _collect(self, live: dict[int, _Sequence], use_tqdm: bool) -> None:
-        """Take outputs until no sequence is live."""
+    def _collect(self, sequences: Iterator[tuple[GenerateRequest, _Sequence]], count: int, live: dict[int, _Sequence], use_tqdm: bool) -> None:
+        """Send the sequences, as many at a time as the engine lets wait, and take outputs until none is left."""
         num_tokens, started = 0, time.monotonic()
-        with tqdm(total=len(live), desc="Generating", unit="seq", disable=not use_tqdm) as bar:
+        limits = self.config.scheduler
+        upcoming = next(sequences, None)
+        with tqdm(total=count, desc="Generating", unit="seq", disable=not use_tqdm) as bar:
             messages = self._messages(None, "outputs")
-            while live:
-                message = next(messages)
-                if not isinstance(message, OutputBatch):
+            queued = 0  # prompt tokens of the live ones, which all may be waiting
+            while upcoming is not None or live:
+                while upcoming is not None:
+                    message, sequence = upcoming
+                    size = len(sequence.request.prompt_token_ids)
+                    if live and (len(live) >= limits.max_waiting_requests or queued + size > limits.max_queued_tokens):
+                        break
+                    live[message.handle] = sequence
+                    queued += size
+                    self._send(self._connection.intake, message)
+                    upcoming = next(sequences, None)
+                batch = next(messages)
+                if not isinstance(batch, OutputBatch):
                     continue
-                done, gained = self._take(message, live)
+                done, gained = self._take(batch, live)
                 num_tokens += gained
                 if done:
+                    queued -= sum(len(sequence.request.prompt_token_ids) for sequence in done)
                     bar.set_postfix_str(f"{num_tokens / (time.monotonic() - started):.0f} tokens/s", refresh=False)
-                    bar.update(done)
+                    bar.update(len(done))
 
-    def _submit(self, request: RequestOutput, sampling: SamplingParams, n: int, live: dict[int, _Sequence]) -> None:
-        parent = f"offline-{next(self._handles)}"
-        packed = pack_token_ids(request.prompt_token_ids)
-        for index in range(n):
-            handle = next(self._handles)
-            child = sampling
-            if n > 1 and sampling.seed is not None:
-                child = msgspec.structs.replace(sampling, seed=derived_seed(sampling.seed, index))
-            output = CompletionOutput(index)
-            request.outputs.append(output)
-            text = OutputText(self.tokenizer, request.prompt_token_ids, sampling)
-            live[handle] = _Sequence(output, text, request)
-            message = GenerateRequest(
-                request_id=f"{parent}#{index}",
-                parent_id=parent,
-                index=index,
-                client_index=CLIENT_INDEX,
-                handle=handle,
-                prompt_token_ids=packed,
-                sampling=child,
-                arrival_time_s=time.time(),
-            )
-            self._send(self._connection.intake, message)
+    def _sequences(self, requests: list[RequestOutput], params: list[SamplingParams], n: int) -> Iterator[tuple[GenerateRequest, _Sequence]]:
+        """Every request's ``n`` sequences, made when they are asked for."""
+        for request, sampling in zip(requests, params, strict=True):
+            parent = f"offline-{next(self._handles)}"
+            packed = pack_token_ids(request.prompt_token_ids)
+            for index in range(n):
+                child = sampling
+                if n > 1 and sampling.seed is not None:
+                    child = msgspec.structs.replace(sampling, seed=derived_seed(sampling.seed, index))
+                output = CompletionOutput(index)
+                request.outputs.append(output)
+                message = GenerateRequest(
+                    request_id=f"{parent}#{index}",
+                    parent_id=parent,
+                    index=index,
+                    client_index=CLIENT_INDEX,
+                    handle=next(self._handles),
+                    prompt_token_ids=packed,
+                    sampling=child,
+                    arrival_time_s=time.time(),
+                )
+                yield message, _Sequence(output, OutputText(self.tokenizer, request.prompt_token_ids, sampling), request)
 
-    def _take(self, batch: OutputBatch, live: dict[int, _Sequence]) -> tuple[int, int]:
+    def _take(self, batch: OutputBatch, live: dict[int, _Sequence]) -> tuple[list[_Sequence], int]:
         """Apply a message's outputs; returns (sequences that ended, tokens gained)."""
-        done = gained = 0
+        done: list[_Sequence] = []
+        gained = 0
         plain = (
             TokenOutput(handle=handle, token_ids=token_ids) for handle, token_ids in unpack_columns(batch.handles, batch.token_ids, batch.num_steps)
         )
@@ -288,8 +303,7 @@ class LLM:
                 sequence.output.text += sequence.text.finish()
                 sequence.output.finish_reason = out.finish_reason
             if sequence.output.finish_reason is not None:
-                del live[out.handle]
-                done += 1
+                done.append(live.pop(out.handle))
         return done, gained
 
     def _messages(self, timeout_s: float | None, awaited: str) -> Iterator[OutputBatch | EngineStatus | ControlResponse]:
@@ -325,6 +339,12 @@ def _separate_prompts(prompts: Any) -> Sequence[str | Sequence[int]]:
         if all(isinstance(p, str) or (isinstance(p, Sequence) and not isinstance(p, bytes) and all(isinstance(t, int) for t in p)) for p in prompts):
             return prompts
     raise TypeError("prompts must be a text, a list of token ids, or a list of texts or of token id lists")
+
+
+def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"prompts: token id {wrong} is outside of the vocabulary ({vocab_size} tokens)")
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

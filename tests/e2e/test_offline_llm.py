@@ -16,7 +16,7 @@ from fastengine.entrypoints.llm import EngineDied, GenerationError
 from tests.e2e.conftest import TINY
 from tests.server import alive, process_tree, wait_until
 
-FLAGS: dict[str, Any] = {"max_num_seqs": 8, "num_gpu_blocks_override": 64, "max_model_len": 256}
+FLAGS: dict[str, Any] = {"max_num_seqs": 8, "num_gpu_blocks_override": 64, "max_model_len": 256, "max_waiting_requests": 8, "max_queued_tokens": 1000}
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
@@ -53,6 +53,9 @@ def test_threads_take_turns(llm: LLM) -> None:
         ("x", SamplingParams(seed=2**70), ValueError),
         ("x", SamplingParams(stop=5), ValueError),  # type: ignore[arg-type]
         ("x", SamplingParams(logit_bias={10**6: 1.0}), ValueError),
+        ([[1], [10**6]], SHORT, ValueError),
+        ([[2**40]], SHORT, ValueError),
+        ([[-1]], SHORT, ValueError),
         ([[1] * 400], SHORT, GenerationError),
         ([[1], [1] * 400], SHORT, GenerationError),
     ],
@@ -61,6 +64,19 @@ def test_a_wrong_argument_is_an_exception_and_harms_nothing(llm: LLM, prompts: A
     with pytest.raises(error):
         llm.generate(prompts, params, use_tqdm=False)
     assert len(llm.generate([5, 6, 7], SHORT, use_tqdm=False)[0].outputs[0].token_ids) == 6
+
+
+@pytest.mark.parametrize(("count", "length"), [(40, 3), (10, 200)], ids=["requests", "tokens"])
+def test_more_prompts_than_the_engine_lets_wait_are_all_answered(llm: LLM, count: int, length: int) -> None:
+    prompts = [[3 + i] * length for i in range(count)]
+    requests = llm.generate(prompts, SHORT, n=2, use_tqdm=False)
+    assert [request.prompt_token_ids for request in requests] == prompts
+    assert [len(output.token_ids) for request in requests for output in request.outputs] == [6] * (2 * count)
+
+
+def test_an_n_that_can_not_be_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="n must be at least 1"):
+        llm.generate([1, 2], SHORT, n=0)
 
 
 def test_chat_takes_messages_only(llm: LLM) -> None:
