@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.entrypoints.bodies import HI
+from tests.entrypoints.bodies import GENERATING, HI
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -292,3 +292,27 @@ def test_body_limit(start_server):
     assert reply.status_code == 413
     assert reply.json()["error"]["code"] == "body_too_large"
     assert server.http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/v1/completions", "prompt"),
+        ("/generate", "text"),
+        ("/generate", "input_ids"),
+        ("/v1/embeddings", "input"),
+        ("/v1/score", "text_2"),
+        ("/v1/score", "documents"),
+        ("/v1/rerank", "documents"),
+    ],
+)
+def test_more_texts_than_a_request_may_have_never_wait_for_the_tokenizer(api, path, param):
+    """There they would fill the queue, and others be told that it is full."""
+    body = {**GENERATING[path], param: [[5]] * 9000 if param == "input_ids" else ["a"] * 9000}
+    if path == "/generate":
+        body = {param: body[param]}
+    elif param == "documents":
+        body.pop("text_2", None)
+    reply = api.http.post(path, json=body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param

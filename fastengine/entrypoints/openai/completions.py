@@ -54,8 +54,7 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
             await self._front.text.check_grammar(asked.param, asked.grammar)
             sampling = msgspec.structs.replace(sampling, grammar=asked.grammar)
         n = num_generated(body)
-        param, names, prompts = await self._prompts(body, text)
-        check_num_sequences(param, len(prompts), n)
+        names, prompts = await self._prompts(body, text, n)
         for name, prompt in zip(names, prompts, strict=True):
             check_length(name, len(prompt.token_ids), max_tokens, text.max_model_len)
         if max_tokens is None:
@@ -74,8 +73,8 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
             grammar_param=None if asked is None else asked.param,
         )
 
-    async def _prompts(self, body: CompletionRequest, text: ModelText) -> tuple[str, list[str], list[Prompt]]:
-        """(the field they came from, the name of each, the prompts)"""
+    async def _prompts(self, body: CompletionRequest, text: ModelText, n: int) -> tuple[list[str], list[Prompt]]:
+        """(the name of each prompt, the prompts)"""
         given: Any
         param, given = ("prompt", body.prompt) if body.prompt_token_ids is None else ("prompt_token_ids", body.prompt_token_ids)
         if given is None:
@@ -84,6 +83,7 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
             raise bad_request(param, "the prompt is empty")
         is_one = isinstance(given, str) or all(isinstance(item, int) for item in given)
         names, given = ([param], [given]) if is_one else (item_names(param, given), given)
+        check_num_sequences(param, len(given), n)
         if all(isinstance(item, str) for item in given):
             if "" in given:
                 raise bad_request(names[given.index("")], "the prompt is empty")
@@ -96,7 +96,7 @@ class CompletionEndpoint(GeneratingEndpoint[CompletionRequest, Job]):
             raise bad_request(param, "must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
         for name, prompt in zip(names, prompts, strict=True):
             check_prompt_ids(name, prompt.token_ids, text.spec.vocab_size)
-        return param, names, prompts
+        return names, prompts
 
     async def answer(self, job: Job, text: ModelText, stream: TextStream) -> Completion:
         answers = [_Answer(job, sequence, text) for sequence in stream.sequences]

@@ -174,6 +174,9 @@ def num_generated(fields: GenerationFields) -> int:
     return fields.best_of
 
 
-def check_num_sequences(param: str, num_prompts: int, n: int) -> None:
+def check_num_sequences(param: str, num_prompts: int, n: int = 1) -> None:
+    """Raises ApiError 400. To be asked before prompts are tokenized: too many fill a queue that others wait in."""
+    if num_prompts > MAX_SEQUENCES:
+        raise bad_request(param, f"has {num_prompts} entries; {MAX_SEQUENCES} are allowed")
     if num_prompts * n > MAX_SEQUENCES:
         raise bad_request(param, f"{num_prompts} prompts with n={n} are more than {MAX_SEQUENCES} sequences")

@@ -167,9 +167,11 @@ class GenerateEndpoint:
             rows = [item for item in ids if isinstance(item, list)]
             if not ids or (flat and rows):
                 raise bad_request("input_ids", "must be a list of token ids or a list of such lists, and not empty")
+            check_num_sequences("input_ids", len(rows))
             return "input_ids", [Prompt(row) for row in rows] if rows else [Prompt(flat)], bool(rows)
         assert body.text is not None
         names, texts = item_names("text", body.text), [body.text] if isinstance(body.text, str) else body.text
+        check_num_sequences("text", len(texts))
         if not texts or "" in texts:
             raise bad_request(names[texts.index("")] if texts else "text", "the prompt is empty")
         encoded = await asyncio.gather(*(self._front.text.encode(item, "special", param=names[i]) for i, item in enumerate(texts)))
