@@ -9,7 +9,8 @@ from pathlib import Path
 
 from paddle.base import core
 
-LIBRARY_PATH = Path(__file__).resolve().parent / "libfastengine_cpu.so"
+# FASTENGINE_CPU_LIBRARY: another build's, as scripts/test_emulated.sh has.
+LIBRARY_PATH = Path(os.environ.get("FASTENGINE_CPU_LIBRARY") or Path(__file__).resolve().parent / "libfastengine_cpu.so")
 
 
 class LibraryUnavailable(Exception):

@@ -26,6 +26,9 @@ CPU = HERE / "cpu"
 CUDA = HERE / "cuda"
 CUDA_CHOICES = ("auto", "always", "never")
 LIBRARY_NAME = "libfastengine_cpu.so"
+# For tests on processors without AVX-512 and AVX-VNNI: their kernels, with what these have and AVX2 has not emulated.
+EMULATED_LIBRARY_NAME = "libfastengine_cpu_emulated.so"
+EMULATION = CPU / "emulated" / "avx512.h"
 
 # Compiled once for any x86-64 processor.
 PLAIN_SOURCES = [
@@ -132,16 +135,24 @@ def knows_avxvnni(compiler: str) -> bool:
     return subprocess.run(command, input=AVXVNNI_PROBE, capture_output=True, text=True, check=False).returncode == 0
 
 
-def compile_commands(compiler: str, paddle: Path, objects: Path, *, avxvnni: bool = True) -> list[list[str]]:
+def flags_of(name: str, sets: dict[str, list[str]], *, emulated: bool) -> list[str]:
+    """What the compiler is told of an instruction set."""
+    if name == "avx2" or not emulated:
+        return sets[name]
+    return [*sets["avx2"], "-mf16c", "-include", str(EMULATION), *(["-DFE_EMULATED_AVX512", "-Wno-psabi"] if name == "avx512" else [])]
+
+
+def compile_commands(compiler: str, paddle: Path, objects: Path, *, avxvnni: bool = True, emulated: bool = False) -> list[list[str]]:
     """One command per object file, the slowest first."""
-    base = [*compiler.split(), *COMMON_FLAGS, f"-DFE_HAS_AVXVNNI={int(avxvnni)}"]
+    base = [*compiler.split(), *COMMON_FLAGS, f"-DFE_HAS_AVXVNNI={int(avxvnni)}", *(["-DFE_EMULATED"] if emulated else [])]
     includes = [f"-isystem{paddle / 'include'}", f"-isystem{paddle / 'include' / 'third_party'}"]
     commands = []
     for source in PLAIN_SOURCES:
         extra = [*BINDING_FLAGS, *includes] if source.name == "binding.cpp" else []
         commands.append([*base, *extra, "-c", str(source), "-o", str(objects / f"{source.stem}.o")])
     for sources, sets in ((KERNEL_SOURCES, INSTRUCTION_SETS), (FUSED_SOURCES, FUSED_INSTRUCTION_SETS)):
-        for name, flags in sets.items():
+        for name in sets:
+            flags = flags_of(name, sets, emulated=emulated)
             for source in sources if avxvnni or name != "avxvnni" else ():
                 output = objects / f"{source.stem}.{name}.o"
                 commands.append([*base, *KERNEL_FLAGS, *flags, f"-DFE_ISA={name}", "-c", str(source), "-o", str(output)])
@@ -169,13 +180,13 @@ def refuse_weak_symbols(objects: Path) -> None:
                 raise BuildError(f"{path.name} defines weak symbols, which may mix instruction sets:\n" + "\n".join(weak))
 
 
-def build(output_folder: Path, jobs: int | None = None) -> Path:
-    """Compiles and links the library into ``output_folder`` and returns its path.
+def build(output_folder: Path, jobs: int | None = None, *, emulated: bool = False) -> Path:
+    """Compiles and links the library, or the one with emulated instruction sets, into ``output_folder`` and returns its path.
 
     Raises BuildError, with the compiler's message, when anything fails; an older library then stays.
     """
     compiler, paddle = find_compiler(), paddle_folder()
-    avxvnni = knows_avxvnni(compiler)
+    avxvnni = emulated or knows_avxvnni(compiler)
     if not avxvnni:
         print(
             f"fastengine: no AVX-VNNI version of the fused step: {compiler} does not know it (GCC 11 does); such processors take AVX2's", flush=True
@@ -183,7 +194,7 @@ def build(output_folder: Path, jobs: int | None = None) -> Path:
     output_folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fastengine-ops-") as temporary:
         objects = Path(temporary)
-        commands = compile_commands(compiler, paddle, objects, avxvnni=avxvnni)
+        commands = compile_commands(compiler, paddle, objects, avxvnni=avxvnni, emulated=emulated)
         print(f"fastengine: compiling {len(commands)} objects of the CPU operators", flush=True)
         with ThreadPoolExecutor(max_workers=jobs or len(os.sched_getaffinity(0))) as pool:
             list(pool.map(run, commands))
@@ -191,7 +202,7 @@ def build(output_folder: Path, jobs: int | None = None) -> Path:
         linked = objects / LIBRARY_NAME
         run(link_command(compiler, paddle, [command[-1] for command in commands], linked))
         # Moved into place whole: a running process keeps the library it has mapped.
-        target = output_folder / LIBRARY_NAME
+        target = output_folder / (EMULATED_LIBRARY_NAME if emulated else LIBRARY_NAME)
         staged = target.with_suffix(".so.new")
         shutil.copyfile(linked, staged)
         staged.replace(target)
@@ -262,8 +273,16 @@ def main() -> int:
     place.add_argument("--output", type=Path, default=HERE, help="put the library into this folder instead")
     parser.add_argument("--jobs", type=int, default=None, help="compilers to run at once (default: one per core)")
     parser.add_argument("--cuda", choices=CUDA_CHOICES, default="auto", help="the CUDA operators; auto (the default): where there is nvcc")
+    parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help=f"build {EMULATED_LIBRARY_NAME} alone: AVX-512 and AVX-VNNI in AVX2, for tests (scripts/test_emulated.sh)",
+    )
     args = parser.parse_args()
     try:
+        if args.emulated:
+            build(args.output, args.jobs, emulated=True)
+            return 0
         build(args.output, args.jobs)
         build_cuda(args.output, args.cuda)
     except BuildError as error:

@@ -50,7 +50,6 @@ bool survives(const fused::StepIsa& set) {
 
 }  // namespace
 
-// What __builtin_cpu_supports says takes the operating system into account: whether it saves the registers.
 bool has_isa(Isa isa) {
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -58,7 +57,7 @@ bool has_isa(Isa isa) {
     case Isa::kAvx2: return has_avx2;
     case Isa::kAvxVnni: return FE_HAS_AVXVNNI && has_avx2 && (hidden_avx_vnni || cpuid_has_avx_vnni());
     case Isa::kAvx512:
-      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+      return FE_CPU_SUPPORTS("avx512f") && FE_CPU_SUPPORTS("avx512bw") && FE_CPU_SUPPORTS("avx512vl") && FE_CPU_SUPPORTS("avx512dq");
     default: return false;
   }
 }

@@ -3,6 +3,13 @@
 
 #include "kernels/args.h"
 
+// What __builtin_cpu_supports says takes the operating system into account: whether it saves the registers.
+#if defined(FE_EMULATED)
+#define FE_CPU_SUPPORTS(feature) true  // see emulated/avx512.h
+#else
+#define FE_CPU_SUPPORTS(feature) __builtin_cpu_supports(feature)
+#endif
+
 #define FE_ISA avx2
 #include "kernels/launchers.h"
 #undef FE_ISA

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -108,6 +109,17 @@ def test_a_compiler_that_does_not_know_avxvnni_builds_the_rest(tmp_path: Path, r
     assert any("-mavxvnni" in command for command in commands) is avxvnni
     outputs = [command[-1] for command in commands]
     assert len(set(outputs)) == len(outputs)
+
+
+def test_what_kernels_use_of_avx512_is_emulated(tmp_path: Path) -> None:
+    emulation = setup_ops.EMULATION.read_text()
+    sources = [path for path in setup_ops.CPU.rglob("*") if path.suffix in (".h", ".cpp") and path != setup_ops.EMULATION]
+    used = {name for path in sources for name in re.findall(r"\b_mm512_\w+", path.read_text())}
+    assert used
+    assert used == set(re.findall(r"^#define (_mm512_\w+) ", emulation, re.MULTILINE))
+    commands = setup_ops.compile_commands("g++", tmp_path, tmp_path, emulated=True)
+    assert {part for command in commands for part in command if part.startswith("-mavx")} == {"-mavx2"}
+    assert all((str(setup_ops.EMULATION) in command) == command[-1].endswith((".avx512.o", ".avxvnni.o")) for command in commands)
 
 
 @pytest.mark.parametrize("count", [0, -3])

@@ -31,6 +31,7 @@ case "$1 $2 ${3:-}" in
   "-m pip"*) ;;
   "-m fastengine"*) echo "serving FASTENGINE_MODEL_DIR=${FASTENGINE_MODEL_DIR:-none} as $$" ;;
   "-m zipfile"* | -c* | "- "*) exec "$REAL_PYTHON" "$@" ;;
+  "custom_ops/setup_ops.py --emulated"*) ;;
   "-m "*) [[ ${FAIL_CHECK:-} != "$2" ]] ;;
   *) echo "unexpected: $*"; exit 99 ;;
 esac
@@ -79,7 +80,9 @@ class Clone:
     def environment(self, **extra: str) -> dict[str, str]:
         settings = {k: v for k, v in os.environ.items() if not k.startswith("FASTENGINE_")}
         settings |= {"XDG_CACHE_HOME": str(self.cache), "CALLS": str(self.calls_file), "WHEEL": str(self.wheel), "REAL_PYTHON": sys.executable}
-        return settings | {"FASTENGINE_SKIP_OPS": "1"} | extra
+        processor = self.path / "cpuinfo"
+        processor.write_text("flags\t\t: fpu avx2 avx512f avx512_vnni\n")
+        return settings | {"FASTENGINE_SKIP_OPS": "1", "CPUINFO": str(processor)} | extra
 
     def run(self, script: str, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", str(self.path / ("" if "/" in script else "scripts") / script), *arguments]
@@ -278,6 +281,17 @@ def test_ci_installs_a_missing_compiler(clone: Clone, tmp_path: Path) -> None:
 def test_ci_fails_when_a_check_fails(clone: Clone) -> None:
     assert clone.run(".ci/run", FAIL_CHECK="pytest").returncode == 1
     assert clone.run(".ci/run").returncode == 0
+
+
+def test_ci_emulates_what_the_processor_lacks(clone: Clone, tmp_path: Path) -> None:
+    processor = tmp_path / "cpuinfo"
+    processor.write_text("flags\t\t: fpu avx2 avx512f\n")
+    assert clone.run(".ci/run", CPUINFO=str(processor)).returncode == 0
+    plain, build, emulated = clone.calls("^-m pytest|setup_ops")
+    assert (plain, build) == ("-m pytest", "custom_ops/setup_ops.py --emulated --output build")
+    assert emulated.startswith("-m pytest tests/custom_ops ")
+    assert clone.run("test_emulated.sh", "-x", FAIL_CHECK="pytest").returncode == 1
+    assert clone.calls("^-m pytest")[0].endswith(" -x")
 
 
 def test_ci_brings_the_cuda_compiler_of_the_budget_unless_it_is_there(clone: Clone, tmp_path: Path) -> None:

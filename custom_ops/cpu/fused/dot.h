@@ -63,7 +63,9 @@ FE_INLINE Vec halves(const uint8_t* p) {
 #if defined(FE_HAS_DOTS)
 // sums += weights (u8) . values (s8), exact. Inline assembly, as compilers copy accumulators around the intrinsic and spill.
 FE_INLINE void add_dots(IVec& sums, IVec weights, IVec values) {
-#if defined(__AVX512VNNI__)
+#if defined(FE_EMULATED)
+  sums = fe_dot_bytes(sums, weights, values);
+#elif defined(__AVX512VNNI__)
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(values));
 #else
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(weights), "x"(values));
@@ -73,7 +75,7 @@ FE_INLINE void add_dots(IVec& sums, IVec weights, IVec values) {
 // Of kVecs vectors of columns, with one row's four values.
 template <int kVecs>
 FE_INLINE void add_dots_of(IVec (&sums)[kVecs], const IVec (&weights)[kVecs], const int32_t* values) {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) && !defined(FE_EMULATED)
   // Spread by each instruction for itself: loads are plenty, and a GEMM of many rows is a tenth faster without one more to issue.
   for (int u = 0; u < kVecs; ++u) asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums[u]) : "v"(weights[u]), "m"(*values));
 #else
@@ -119,7 +121,9 @@ FE_INLINE void sum_shorts(const uint8_t* quad, int64_t quad_bytes, const int32_t
 
 // sums += pairs of s16 . pairs of s16, exact.
 FE_INLINE void add_pairs(IVec& sums, IVec a, IVec b) {
-#if defined(__AVX512VNNI__)
+#if defined(FE_EMULATED) && defined(FE_HAS_DOTS)
+  sums = fe_dot_words(sums, a, b);
+#elif defined(__AVX512VNNI__)
   asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
 #elif defined(__AVXVNNI__)
   asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sums) : "x"(a), "x"(b));

@@ -5,6 +5,12 @@
 namespace fastengine {
 namespace FE_ISA {
 
+#if defined(FE_EMULATED)
+#define FE_ANY "+m"
+#else
+#define FE_ANY "+v"
+#endif
+
 constexpr int kChains = 12;  // enough to hide an instruction's latency
 
 int64_t read_all(const uint8_t* data, int64_t num_bytes) {
@@ -25,14 +31,14 @@ int64_t dot_rounds(int64_t rounds) {
   const IVec weights = iset(0x01020301);
   IVec values = iset(0x00010001);
   for (int64_t i = 0; i < rounds; ++i) {
-    asm volatile("" : "+v"(values));
+    asm volatile("" : FE_ANY(values));
 #if defined(FE_HAS_DOTS)
     for (IVec& sum : sums) add_dots(sum, weights, values);
 #else
     for (IVec& sum : sums) add_short_dots(sum, weights, values);
 #endif
   }
-  for (IVec& sum : sums) asm volatile("" : "+v"(sum));
+  for (IVec& sum : sums) asm volatile("" : FE_ANY(sum));
   return rounds * kChains * kLanes * 8;
 }
 

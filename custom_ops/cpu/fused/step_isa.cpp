@@ -36,7 +36,7 @@ const StepIsa* step_isa_named(const char* name) {
   return nullptr;
 }
 
-bool has_step_isa(const StepIsa& set) { return has_isa(set.isa) && (set.isa != Isa::kAvx512 || __builtin_cpu_supports("avx512vnni")); }
+bool has_step_isa(const StepIsa& set) { return has_isa(set.isa) && (set.isa != Isa::kAvx512 || FE_CPU_SUPPORTS("avx512vnni")); }
 
 const StepIsa& best_step_isa() {
   for (const StepIsa& set : kSets) {
